@@ -1,0 +1,228 @@
+"""Which rows, layers and tokens of one request id are live. Pure: the reader, the compaction and `verify` share it.
+
+1. Rows are ordered by `(t_submit, record_id)`; rows with one `record_id` are one row.
+2. Everything before the newest whole put is dead. A put with `part`, or with only some of the layers, is a part.
+3. Per layer and token, the first live row that has the token wins. A row has the tokens of its range less its
+   `missing`, in its `layers`; a dropped row has none.
+4. Per layer, the status is that of the live row that ends furthest, of equals the latest; a dropped row counts for every
+   layer. The record is partial while any layer is (also one that no row has told of), else it is the worst of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+
+from rr_dataset.record import STATUSES, Range, RecordHead, RoutingSpec, Row, Span, Tile
+
+_ORDER = attrgetter("t_submit", "record_id")
+
+
+def merge_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """The same positions as sorted, disjoint ranges that do not touch, none empty."""
+    merged: list[Range] = []
+    for start, stop in sorted(ranges):
+        if start >= stop:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def subtract_ranges(ranges: Sequence[Range], holes: Sequence[Range]) -> tuple[Range, ...]:
+    """The positions of `ranges` outside `holes`; both sorted and disjoint, as `merge_ranges` returns them."""
+    left: list[Range] = []
+    first = 0
+    for start, stop in ranges:
+        while first < len(holes) and holes[first][1] <= start:
+            first += 1
+        at, reached = first, start
+        while reached < stop and at < len(holes) and holes[at][0] < stop:
+            if reached < holes[at][0]:
+                left.append((reached, holes[at][0]))
+            reached = holes[at][1]
+            at += 1
+        if reached < stop:
+            left.append((reached, stop))
+    return tuple(left)
+
+
+def intersect_ranges(ranges: Sequence[Range], others: Sequence[Range]) -> tuple[Range, ...]:
+    """The positions in both; both sorted and disjoint, as `merge_ranges` returns them."""
+    return subtract_ranges(ranges, subtract_ranges(ranges, others))
+
+
+class _Group:
+    """Layers that the same rows have told of so far, so that they share coverage and status."""
+
+    __slots__ = ("covered", "last", "layers")
+
+    def __init__(self, layers: tuple[int, ...], covered: tuple[Range, ...] = (), last: Row | None = None) -> None:
+        self.layers = layers
+        self.covered = covered
+        self.last = last
+
+
+def assemble(rows: Iterable[Row], spec: RoutingSpec) -> RecordHead | None:
+    """The record that the rows of one request id make together, or None without rows.
+
+    rows: in any order, duplicates allowed (of rows with one `record_id` the first given stands in the tiles).
+
+    Tiles are ordered by (start, first layer). A tile is one run of tokens of one row; its layers are all those in which
+    exactly this run is the row's. `weights` tells, per token, the version of the oldest row that has it in any layer.
+    """
+    given = tuple(rows)
+    if len(given) == 1 and _is_plain(given[0], spec):
+        return _assemble_plain(given[0])
+    live = _live_rows(given, spec)
+    if not live:
+        return None
+    groups, owned = _cover(live, spec)
+    num_tokens = max(row.token_stop for row in live)
+    status, reason = _status(groups)
+    whole = ((0, num_tokens),)
+    newest = live[-1]
+    tags: dict[str, str] = {}
+    for row in live:
+        tags.update(row.tags)
+    return RecordHead(
+        request_id=newest.request_id,
+        components=newest.components,
+        choice=newest.choice,
+        status=status,
+        reason=reason,
+        num_tokens=num_tokens,
+        missing=merge_ranges(hole for group in groups for hole in subtract_ranges(whole, group.covered)),
+        weights=_weights(live),
+        run_id=newest.run_id,
+        tags=tags,
+        rows=live,
+        tiles=_tiles(owned),
+    )
+
+
+def _is_plain(row: Row, spec: RoutingSpec) -> bool:
+    return (
+        not row.part
+        and row.layers == spec.moe_layers
+        and row.status != "dropped"
+        and row.token_start == 0
+        and row.num_tokens > 0
+        and not row.missing
+        and not row.weight_spans
+    )
+
+
+def _assemble_plain(row: Row) -> RecordHead:
+    """What `assemble` returns for a single whole put, several times cheaper: most records are one."""
+    stop = row.num_tokens
+    version = row.weight_version
+    return RecordHead(
+        row.request_id,
+        row.components,
+        row.choice,
+        row.status,
+        row.reason,
+        stop,
+        (),
+        () if version is None else ((0, stop, version),),
+        row.run_id,
+        row.tags,
+        (row,),
+        (Tile(row, row.layers, 0, stop),),
+    )
+
+
+def _is_whole(row: Row, spec: RoutingSpec) -> bool:
+    return not row.part and (row.status == "dropped" or row.layers == spec.moe_layers)
+
+
+def _live_rows(rows: tuple[Row, ...], spec: RoutingSpec) -> tuple[Row, ...]:
+    by_id: dict[str, Row] = {}
+    for row in rows:
+        by_id.setdefault(row.record_id, row)
+    ordered = sorted(by_id.values(), key=_ORDER)
+    first = max((i for i, row in enumerate(ordered) if _is_whole(row, spec)), default=0)
+    return tuple(ordered[first:])
+
+
+def _held(row: Row) -> tuple[Range, ...]:
+    """The positions that the row has, in each of its layers."""
+    if row.status == "dropped" or not row.num_tokens:
+        return ()
+    span = ((row.token_start, row.token_stop),)
+    return subtract_ranges(span, merge_ranges(row.missing)) if row.missing else span
+
+
+def _cover(live: Sequence[Row], spec: RoutingSpec) -> tuple[list[_Group], list[tuple[Row, Range, tuple[int, ...]]]]:
+    """The groups of layers at the end, and which (row, run of tokens) won in which layers."""
+    groups = [_Group(spec.moe_layers)]
+    owned: list[tuple[Row, Range, tuple[int, ...]]] = []
+    for row in live:
+        held = _held(row)
+        touched = groups if row.status == "dropped" else _split(groups, row.layers)
+        for group in touched:
+            if group.last is None or row.token_stop >= group.last.token_stop:
+                group.last = row
+            gained = subtract_ranges(held, group.covered)
+            if gained:
+                owned.extend((row, run, group.layers) for run in gained)
+                group.covered = merge_ranges((*group.covered, *gained))
+    return groups, owned
+
+
+def _split(groups: list[_Group], layers: tuple[int, ...]) -> list[_Group]:
+    """The groups within `layers`; those that reach beyond are cut in two, in place."""
+    chosen = frozenset(layers)
+    inside: list[_Group] = []
+    for group in tuple(groups):
+        outer = tuple(layer for layer in group.layers if layer not in chosen)
+        if len(outer) == len(group.layers):
+            continue
+        if outer:
+            groups.append(_Group(outer, group.covered, group.last))
+            group.layers = tuple(layer for layer in group.layers if layer in chosen)
+        inside.append(group)
+    return inside
+
+
+def _status(groups: Sequence[_Group]) -> tuple[str, str | None]:
+    """Status of the record, and the reason of the newest row that gave it."""
+    told = [group.last for group in groups if group.last is not None]
+    statuses = {row.status for row in told}
+    partial = "partial" in statuses or len(told) < len(groups)
+    status = "partial" if partial else max(statuses, key=STATUSES.index)
+    givers = [row for row in told if row.status == status]
+    return status, max(givers, key=_ORDER).reason if givers else None
+
+
+def _weights(live: Sequence[Row]) -> tuple[Span, ...]:
+    covered: tuple[Range, ...] = ()
+    spans: list[Span] = []
+    for row in live:
+        left = subtract_ranges(_held(row), covered)
+        covered = merge_ranges((*covered, *left))
+        told = [(merge_ranges([(start, stop)]), version) for start, stop, version in row.weight_spans]
+        if row.weight_version is not None:
+            told.append((left, row.weight_version))
+        for where, version in told:
+            spans.extend((start, stop, version) for start, stop in intersect_ranges(left, where))
+            left = subtract_ranges(left, where)
+    joined: list[Span] = []
+    for start, stop, version in sorted(spans):
+        if joined and joined[-1][1:] == (start, version):
+            joined[-1] = (joined[-1][0], stop, version)
+        else:
+            joined.append((start, stop, version))
+    return tuple(joined)
+
+
+def _tiles(owned: Iterable[tuple[Row, Range, tuple[int, ...]]]) -> tuple[Tile, ...]:
+    """One tile per (row, run), over the layers of every group in which the row won exactly this run."""
+    runs: dict[tuple[str, Range], tuple[Row, list[int]]] = {}
+    for row, run, layers in owned:
+        runs.setdefault((row.record_id, run), (row, []))[1].extend(layers)
+    tiles = [Tile(row, tuple(sorted(layers)), start, stop) for (_, (start, stop)), (row, layers) in runs.items()]
+    return tuple(sorted(tiles, key=lambda tile: (tile.start, tile.layers[0])))
