@@ -1,0 +1,239 @@
+"""The names in a dataset's directory, both ways, and the dataset's description of itself. Nothing here touches a store.
+
+    ROOT/_rr/format.json                                        DatasetFormat
+    ROOT/_rr/tombstones/<made ms, 12 hex>-<uuid, 32 hex>.json   tombstone_name
+    ROOT/_rr/tmp/<writer>/                                      staging
+    ROOT/data_id=<value>/[gen_id=<value>/]<shard>               partition_path, ShardName
+
+    00-<tmin, 16 hex>-<tmax, 16 hex>-<rows>-<writer, 16 hex>-<slab sequence>.arrow     raw
+    07-<tmin, 16 hex>-<tmax, 16 hex>-<rows>-<uuid, 32 hex>.arrow                       compacted, levels 1 to 99
+
+Everything that parses is canonical: a name that `parse_...` accepts is the only spelling of what it returns.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+from urllib.parse import quote, unquote
+from uuid import UUID
+
+from rr_dataset.errors import FormatError, InvalidInputError, NewerFormatError
+from rr_dataset.keys import ABSENT, MAX_VALUE_BYTES, KeyScheme
+from rr_dataset.record import RoutingSpec
+
+FORMAT_PATH = "_rr/format.json"
+TOMBSTONE_DIR = "_rr/tombstones"
+STAGING_DIR = "_rr/tmp"
+FORMAT_VERSION = 0  # frozen as 1 once deletion, compaction and S3 have used it
+KEEPS = ("all", "last_turn")
+MARGIN_S = 3600.0  # longer than any single create; a tombstone lives longer than this
+
+_FORMAT_NAME = "rr_dataset"
+_LEVEL = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_]*)=(?P<value>[A-Za-z0-9._~%-]+)")
+_SHARD = re.compile(
+    r"(?P<level>[0-9]{2})-(?P<tmin>[0-9a-f]{16})-(?P<tmax>[0-9a-f]{16})-(?P<rows>[1-9][0-9]{0,18})-"
+    r"(?:(?P<writer>[0-9a-f]{16})-(?P<seq>0|[1-9][0-9]{0,18})|(?P<unique>[0-9a-f]{32}))\.arrow"
+)
+_TOMBSTONE = re.compile(r"(?P<made>[0-9a-f]{12})-(?P<uuid>[0-9a-f]{32})\.json")
+
+
+def quote_value(value: str) -> str:
+    """Percent-encoded outside `A-Za-z0-9-._~`."""
+    return quote(value, safe="")
+
+
+def unquote_value(text: str) -> str | None:
+    """The value of `quote_value`; None for what it never returns."""
+    try:
+        value = unquote(text, errors="strict")
+        return value if quote_value(value) == text else None
+    except UnicodeError:
+        return None
+
+
+def partition_path(pairs: Iterable[tuple[str, str | None]]) -> str:
+    """`(("data_id", "a:b"), ("gen_id", None))` -> `data_id=a%3Ab/gen_id=__HIVE_DEFAULT_PARTITION__`."""
+    return "/".join(f"{name}={ABSENT if value is None else quote_value(value)}" for name, value in pairs)
+
+
+def parse_partition(path: str) -> tuple[tuple[str, str | None], ...] | None:
+    """The pairs of `partition_path`; None for a directory that is not ours."""
+    pairs: list[tuple[str, str | None]] = []
+    for segment in path.split("/"):
+        match = _LEVEL.fullmatch(segment)
+        value = unquote_value(match["value"]) if match else None
+        if match is None or value is None or len(match["value"]) > MAX_VALUE_BYTES:
+            return None
+        pairs.append((match["name"], None if value == ABSENT else value))
+    return tuple(pairs)
+
+
+@dataclass(frozen=True, order=True)
+class ShardName:
+    """What the name of a shard says. Raw shards (level 0) have `writer` and `seq`, compacted ones have `unique`.
+
+    tmin, tmax and rows cover all puts and drops that the slab had for the partition, also rows deleted since.
+    Names sort by level, then tmin, then tmax, as texts too.
+    """
+
+    level: int
+    tmin: int  # clock stamp of the oldest row
+    tmax: int  # of the newest
+    rows: int
+    writer: str | None = None  # 16 hex digits: one incarnation of a writer
+    seq: int | None = None  # of the slab, never used twice by a writer
+    unique: str | None = None  # 32 hex digits
+
+    def __post_init__(self) -> None:
+        if not _is_shard(_SHARD.fullmatch(self.text)) or self.tmin > self.tmax:
+            raise InvalidInputError(f"{self.text!r} is no shard name: expected what the head of layout.py describes")
+
+    @property
+    def text(self) -> str:
+        """The file name."""
+        source = f"{self.writer}-{self.seq}" if self.unique is None else self.unique
+        return f"{self.level:02d}-{self.tmin:016x}-{self.tmax:016x}-{self.rows}-{source}.arrow"
+
+
+def parse_shard_name(text: str) -> ShardName | None:
+    """The parts of a shard's file name; None for a file that is not ours."""
+    match = _SHARD.fullmatch(text)
+    if match is None or not _is_shard(match) or match["tmin"] > match["tmax"]:
+        return None
+    return ShardName(
+        level=int(match["level"]),
+        tmin=int(match["tmin"], 16),
+        tmax=int(match["tmax"], 16),
+        rows=int(match["rows"]),
+        writer=match["writer"],
+        seq=None if match["seq"] is None else int(match["seq"]),
+        unique=match["unique"],
+    )
+
+
+def _is_shard(match: re.Match[str] | None) -> bool:
+    return match is not None and (match["level"] == "00") == (match["unique"] is None)
+
+
+def tombstone_name(made_ms: int, unique: str) -> str:
+    """The file name of tombstones made at this Unix time; `unique` is 32 hex digits. Names sort by time."""
+    name = f"{made_ms:012x}-{unique}.json"
+    if _TOMBSTONE.fullmatch(name) is None:
+        raise InvalidInputError(f"{name!r} is no tombstone name: expected 48 bits of milliseconds and 32 hex digits")
+    return name
+
+
+def parse_tombstone_name(text: str) -> tuple[int, str] | None:
+    """(made_ms, unique) of `tombstone_name`; None for a file that is not ours."""
+    match = _TOMBSTONE.fullmatch(text)
+    return (int(match["made"], 16), match["uuid"]) if match else None
+
+
+@dataclass(frozen=True)
+class DatasetFormat:
+    """What every process of a dataset must share: `_rr/format.json`."""
+
+    uuid: str
+    spec: RoutingSpec
+    keys: KeyScheme
+    keep: str = "all"  # or "last_turn": only the highest turn of a conversation
+    max_clock_skew_s: float = 1.0  # between any two hosts
+    tombstone_ttl_s: float = 7 * 86400.0  # a slab older than this, less MARGIN_S, is set aside
+    grace_s: float = 600.0  # longer than a reader's two listings
+    ttl_s: float | None = None  # records older than this may be deleted
+    max_bytes: int | None = None  # the oldest records may be deleted beyond this size
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        for name in ("max_clock_skew_s", "tombstone_ttl_s", "grace_s", "ttl_s"):
+            value = getattr(self, name)
+            if value is not None or name != "ttl_s":
+                object.__setattr__(self, name, _seconds(name, value))
+        _require(_is_uuid(self.uuid), "uuid", self.uuid, "a UUID")
+        _require(self.keep in KEEPS, "keep", self.keep, f"one of {', '.join(KEEPS)}")
+        _require(
+            self.keep == "all" or self.keys.turn is not None, "keep", self.keep, "all, as the key scheme has no turn"
+        )
+        _require(self.tombstone_ttl_s > MARGIN_S, "tombstone_ttl_s", self.tombstone_ttl_s, f"more than {MARGIN_S:.0f}")
+        _require(self.grace_s > 0, "grace_s", self.grace_s, "more than 0")
+        _require(self.ttl_s is None or self.ttl_s > 0, "ttl_s", self.ttl_s, "more than 0, or None")
+        size = self.max_bytes
+        _require(size is None or (type(size) is int and size > 0), "max_bytes", size, "a whole number over 0, or None")
+
+    def to_json(self) -> bytes:
+        """ASCII, one order, ready to be stored."""
+        return (
+            json.dumps({"format": _FORMAT_NAME, **self._to_dict()}, indent=2, allow_nan=False).encode("ascii") + b"\n"
+        )
+
+    @classmethod
+    def from_json(cls, data: bytes) -> DatasetFormat:
+        """The format of `to_json`.
+
+        Raises NewerFormatError for a later format version, FormatError for anything else that is not one.
+        """
+        try:
+            values = json.loads(data)
+        except ValueError as error:
+            raise FormatError(f"{FORMAT_PATH} is no JSON: {error}") from error
+        if not isinstance(values, dict) or values.pop("format", None) != _FORMAT_NAME:
+            raise FormatError(f'{FORMAT_PATH} does not say "format": "{_FORMAT_NAME}"')
+        version = values.get("format_version")
+        if type(version) is not int or version < 0:
+            raise FormatError(f"{FORMAT_PATH} has format_version {version!r}: expected a whole number")
+        if version > FORMAT_VERSION:
+            raise NewerFormatError(
+                f"the dataset has format version {version}, this rr_dataset reads up to {FORMAT_VERSION}: upgrade it"
+            )
+        try:
+            values["spec"] = RoutingSpec.from_dict(values["spec"])
+            values["keys"] = KeyScheme.from_dict(values["keys"])
+            return cls(**values)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FormatError(f"{FORMAT_PATH} does not describe a dataset: {error!r}") from error
+
+    def mismatch(self, other: DatasetFormat) -> str:
+        """What `other` has otherwise, by name, as a text for an error; empty if nothing. The uuid does not count."""
+        mine, theirs = _flat(self._to_dict()), _flat(other._to_dict())
+        return "; ".join(
+            f"{name} is {mine[name]!r}, not {theirs[name]!r}"
+            for name in mine
+            if name != "uuid" and mine[name] != theirs[name]
+        )
+
+    def _to_dict(self) -> dict[str, Any]:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {
+            "format_version": values.pop("format_version"),
+            **values,
+            "spec": self.spec.to_dict(),
+            "keys": self.keys.to_dict(),
+        }
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    flat = {f"{group}.{name}": value for group in ("spec", "keys") for name, value in values[group].items()}
+    return {**flat, **{name: value for name, value in values.items() if name not in ("spec", "keys")}}
+
+
+def _is_uuid(text: str) -> bool:
+    try:
+        return bool(UUID(text))
+    except (ValueError, AttributeError, TypeError):
+        return False
+
+
+def _seconds(name: str, value: object) -> float:
+    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    _require(plain and math.isfinite(float(value)) and float(value) >= 0, name, value, "zero or more seconds")  # type: ignore[arg-type]  # checked first
+    return float(value)  # type: ignore[arg-type]  # checked above
+
+
+def _require(ok: bool, name: str, value: object, expected: str) -> None:
+    if not ok:
+        raise InvalidInputError(f"{name}={value!r}: expected {expected}")
