@@ -15,9 +15,10 @@ A trailing `#n` names one of several samples of a request. It is part of the key
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import ItemsView, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
+from numbers import Integral
 from typing import Any, NoReturn
 from urllib.parse import quote
 from zlib import crc32
@@ -97,6 +98,10 @@ class KeyScheme:
     split: str
 
     def __post_init__(self) -> None:
+        for field_name in ("components", "numbers"):
+            names = getattr(self, field_name)
+            texts = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
+            _require(texts, field_name, names, "a tuple of names")
         for name in self.components:
             free = _NAME.fullmatch(name) and name.lower() not in RESERVED_NAMES and not name.startswith("layer_")
             _require(
@@ -106,7 +111,8 @@ class KeyScheme:
         _require(bool(self.components) and unique, "components", self.components, "different names, at least one")
         _require(set(self.numbers) <= set(self.components), "numbers", self.numbers, f"names among {self.components}")
         depth = min(2, len(self.components))
-        _require(self.partition_by in range(1, depth + 1), "partition_by", self.partition_by, f"1 to {depth}")
+        whole = type(self.partition_by) is int and 1 <= self.partition_by <= depth
+        _require(whole, "partition_by", self.partition_by, f"1 to {depth}")
         _require(self.split in ("right", "left"), "split", self.split, "right or left")
         rest = self.components[0 if self.split == "right" else -1]
         _require(self.rest == rest, "rest", self.rest, f"{rest!r} when split from the {self.split}")
@@ -117,7 +123,8 @@ class KeyScheme:
             clear = one and not self.delimiter.isalnum() and self.delimiter != "#"
             _require(clear, "delimiter", self.delimiter, "one ASCII character, no letter, digit or #")
         else:
-            _require(1 <= self.buckets <= MAX_BUCKETS, "buckets", self.buckets, f"1 to {MAX_BUCKETS}")
+            whole = type(self.buckets) is int and 1 <= self.buckets <= MAX_BUCKETS
+            _require(whole, "buckets", self.buckets, f"1 to {MAX_BUCKETS}")
             plain = len(self.components) == 2 and self.numbers == self.components[:1] and self.partition_by == 1
             _require(plain and self.split == "left", "components", self.components, "a bucket number and an id")
             _require(self.delimiter == "", "delimiter", self.delimiter, "none with buckets")
@@ -167,11 +174,7 @@ class KeyScheme:
         if isinstance(prefix, str):
             key = self.parse(prefix)
             return Prefix(key.components, key.choice)
-        if not prefix:
-            raise InvalidRequestIdError(
-                f"prefix {_shown(prefix)}: expected a text or a mapping of components to values"
-            )
-        values = {name: self._prefix_value(name, value) for name, value in prefix.items()}
+        values = {name: self._prefix_value(name, value) for name, value in _checked_items(prefix)}
         choice = values.pop("choice", None)
         if self.buckets is not None and self.rest in values:
             bucket = self._split(values[self.rest])[0]
@@ -217,13 +220,13 @@ class KeyScheme:
                     " a directory name; use a shorter one, or KeyScheme.uuid() for opaque ids"
                 )
 
-    def _prefix_value(self, name: str, value: str | int) -> str:
+    def _prefix_value(self, name: str, value: object) -> str:
         shown = f"prefix {name}={_shown(value)}"
         if name != "choice" and name not in self.components:
             raise InvalidRequestIdError(f"{shown}: expected one of {', '.join(self.components)}, choice")
-        if isinstance(value, bool) or not isinstance(value, (str, int)):
+        if isinstance(value, bool) or not isinstance(value, (str, Integral)):
             raise InvalidRequestIdError(f"{shown}: expected a text or an integer")
-        text = _checked_text(str(value))
+        text = _checked_text(value if isinstance(value, str) else str(value))
         if name == "choice":
             if _NUMBER.fullmatch(text) is None or int(text) > MAX_CHOICE:
                 raise InvalidRequestIdError(f"{shown}: expected a sample number, 0 to {MAX_CHOICE}")
@@ -267,17 +270,24 @@ def _shown(value: object) -> str:
     return text if len(text) <= 160 else f"{text[:120]}... ({len(text)} characters)"
 
 
+def _checked_items(prefix: object) -> ItemsView[str, object]:
+    if not isinstance(prefix, Mapping) or not prefix:
+        raise InvalidRequestIdError(f"prefix {_shown(prefix)}: expected a text, or a mapping that pins a component")
+    return prefix.items()
+
+
 def _checked_text(text: object) -> str:
-    """A plain `str` that fits the limits (numpy's text scalars are a subclass)."""
+    """A `str` that fits the limits, never of a subclass (numpy's text scalars, text enums)."""
     if not isinstance(text, str):
         raise InvalidRequestIdError(f"request id {_shown(text)}: expected a text, not {type(text).__name__}")
+    text = str.__str__(text)
     try:
         size = len(text.encode())
     except UnicodeEncodeError:
         raise InvalidRequestIdError(f"request id {_shown(text)}: has a lone surrogate; pass well-formed text") from None
     if size > MAX_ID_BYTES:
         raise InvalidRequestIdError(f"request id {_shown(text)}: {size} UTF-8 bytes, at most {MAX_ID_BYTES}")
-    return str(text)
+    return text
 
 
 def _split_choice(request_id: str) -> tuple[str, int | None]:

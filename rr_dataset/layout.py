@@ -20,7 +20,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import quote, unquote
-from uuid import UUID
 
 from rr_dataset.errors import FormatError, InvalidInputError, NewerFormatError
 from rr_dataset.keys import ABSENT, MAX_VALUE_BYTES, KeyScheme
@@ -35,30 +34,43 @@ MARGIN_S = 3600.0  # longer than any single create; a tombstone lives longer tha
 
 _FORMAT_NAME = "rr_dataset"
 _LEVEL = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_]*)=(?P<value>[A-Za-z0-9._~%-]+)")
-_SHARD = re.compile(
-    r"(?P<level>[0-9]{2})-(?P<tmin>[0-9a-f]{16})-(?P<tmax>[0-9a-f]{16})-(?P<rows>[1-9][0-9]{0,18})-"
-    r"(?:(?P<writer>[0-9a-f]{16})-(?P<seq>0|[1-9][0-9]{0,18})|(?P<unique>[0-9a-f]{32}))\.arrow"
-)
+_SPAN = "(?P<tmin>[0-9a-f]{16})-(?P<tmax>[0-9a-f]{16})-(?P<rows>[1-9][0-9]{0,18})"
+_RAW = re.compile(rf"(?P<level>00)-{_SPAN}-(?P<writer>[0-9a-f]{{16}})-(?P<seq>0|[1-9][0-9]{{0,18}})\.arrow")
+_COMPACTED = re.compile(rf"(?P<level>0[1-9]|[1-9][0-9])-{_SPAN}-(?P<unique>[0-9a-f]{{32}})\.arrow")
+_UUID = re.compile("[0-9a-f]{32}|[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _TOMBSTONE = re.compile(r"(?P<made>[0-9a-f]{12})-(?P<uuid>[0-9a-f]{32})\.json")
 
 
 def quote_value(value: str) -> str:
-    """Percent-encoded outside `A-Za-z0-9-._~`."""
-    return quote(value, safe="")
+    """Percent-encoded outside `A-Za-z0-9-._~`.
+
+    Raises InvalidInputError for text that UTF-8 cannot hold.
+    """
+    try:
+        return quote(value, safe="")
+    except UnicodeEncodeError:
+        raise InvalidInputError(f"{value!r}: has a lone surrogate; pass well-formed text") from None
 
 
 def unquote_value(text: str) -> str | None:
     """The value of `quote_value`; None for what it never returns."""
     try:
         value = unquote(text, errors="strict")
-        return value if quote_value(value) == text else None
-    except UnicodeError:
+    except UnicodeDecodeError:
         return None
+    return value if quote_value(value) == text else None
 
 
 def partition_path(pairs: Iterable[tuple[str, str | None]]) -> str:
-    """`(("data_id", "a:b"), ("gen_id", None))` -> `data_id=a%3Ab/gen_id=__HIVE_DEFAULT_PARTITION__`."""
-    return "/".join(f"{name}={ABSENT if value is None else quote_value(value)}" for name, value in pairs)
+    """`(("data_id", "a:b"), ("gen_id", None))` -> `data_id=a%3Ab/gen_id=__HIVE_DEFAULT_PARTITION__`.
+
+    Raises InvalidInputError for pairs that no path says: an empty or too long value, the literal of an absent one, no pair.
+    """
+    wanted = tuple(pairs)
+    path = "/".join(f"{name}={ABSENT if value is None else quote_value(value)}" for name, value in wanted)
+    if parse_partition(path) != wanted:
+        raise InvalidInputError(f"{wanted!r} makes no partition path: values are 1 to {MAX_VALUE_BYTES} encoded bytes")
+    return path
 
 
 def parse_partition(path: str) -> tuple[tuple[str, str | None], ...] | None:
@@ -90,7 +102,7 @@ class ShardName:
     unique: str | None = None  # 32 hex digits
 
     def __post_init__(self) -> None:
-        if not _is_shard(_SHARD.fullmatch(self.text)) or self.tmin > self.tmax:
+        if _shard_fields(self.text) != vars(self):
             raise InvalidInputError(f"{self.text!r} is no shard name: expected what the head of layout.py describes")
 
     @property
@@ -102,22 +114,24 @@ class ShardName:
 
 def parse_shard_name(text: str) -> ShardName | None:
     """The parts of a shard's file name; None for a file that is not ours."""
-    match = _SHARD.fullmatch(text)
-    if match is None or not _is_shard(match) or match["tmin"] > match["tmax"]:
+    values = _shard_fields(text)
+    return ShardName(**values) if values else None
+
+
+def _shard_fields(text: str) -> dict[str, Any] | None:
+    match = _RAW.fullmatch(text) or _COMPACTED.fullmatch(text)
+    if match is None or match["tmin"] > match["tmax"]:
         return None
-    return ShardName(
-        level=int(match["level"]),
-        tmin=int(match["tmin"], 16),
-        tmax=int(match["tmax"], 16),
-        rows=int(match["rows"]),
-        writer=match["writer"],
-        seq=None if match["seq"] is None else int(match["seq"]),
-        unique=match["unique"],
-    )
-
-
-def _is_shard(match: re.Match[str] | None) -> bool:
-    return match is not None and (match["level"] == "00") == (match["unique"] is None)
+    parts = match.groupdict()
+    return {
+        "level": int(parts["level"]),
+        "tmin": int(parts["tmin"], 16),
+        "tmax": int(parts["tmax"], 16),
+        "rows": int(parts["rows"]),
+        "writer": parts.get("writer"),
+        "seq": int(parts["seq"]) if "seq" in parts else None,
+        "unique": parts.get("unique"),
+    }
 
 
 def tombstone_name(made_ms: int, unique: str) -> str:
@@ -150,15 +164,14 @@ class DatasetFormat:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
-        for name in ("max_clock_skew_s", "tombstone_ttl_s", "grace_s", "ttl_s"):
-            value = getattr(self, name)
-            if value is not None or name != "ttl_s":
-                object.__setattr__(self, name, _seconds(name, value))
+        for name in ("max_clock_skew_s", "tombstone_ttl_s", "grace_s"):
+            object.__setattr__(self, name, _seconds(name, getattr(self, name)))
+        if self.ttl_s is not None:
+            object.__setattr__(self, "ttl_s", _seconds("ttl_s", self.ttl_s))
         _require(_is_uuid(self.uuid), "uuid", self.uuid, "a UUID")
         _require(self.keep in KEEPS, "keep", self.keep, f"one of {', '.join(KEEPS)}")
-        _require(
-            self.keep == "all" or self.keys.turn is not None, "keep", self.keep, "all, as the key scheme has no turn"
-        )
+        turns = self.keep == "all" or self.keys.turn is not None
+        _require(turns, "keep", self.keep, "all, as the key scheme has no turn")
         _require(self.tombstone_ttl_s > MARGIN_S, "tombstone_ttl_s", self.tombstone_ttl_s, f"more than {MARGIN_S:.0f}")
         _require(self.grace_s > 0, "grace_s", self.grace_s, "more than 0")
         _require(self.ttl_s is None or self.ttl_s > 0, "ttl_s", self.ttl_s, "more than 0, or None")
@@ -167,9 +180,8 @@ class DatasetFormat:
 
     def to_json(self) -> bytes:
         """ASCII, one order, ready to be stored."""
-        return (
-            json.dumps({"format": _FORMAT_NAME, **self._to_dict()}, indent=2, allow_nan=False).encode("ascii") + b"\n"
-        )
+        values = {"format": _FORMAT_NAME, **self._to_dict()}
+        return json.dumps(values, indent=2, allow_nan=False).encode("ascii") + b"\n"
 
     @classmethod
     def from_json(cls, data: bytes) -> DatasetFormat:
@@ -179,7 +191,7 @@ class DatasetFormat:
         """
         try:
             values = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FormatError(f"{FORMAT_PATH} is no JSON: {error}") from error
         if not isinstance(values, dict) or values.pop("format", None) != _FORMAT_NAME:
             raise FormatError(f'{FORMAT_PATH} does not say "format": "{_FORMAT_NAME}"')
@@ -191,11 +203,13 @@ class DatasetFormat:
                 f"the dataset has format version {version}, this rr_dataset reads up to {FORMAT_VERSION}: upgrade it"
             )
         try:
-            values["spec"] = RoutingSpec.from_dict(values["spec"])
-            values["keys"] = KeyScheme.from_dict(values["keys"])
-            return cls(**values)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            spec, keys = RoutingSpec.from_dict(values["spec"]), KeyScheme.from_dict(values["keys"])
+            stored = cls(**{**values, "spec": spec, "keys": keys})
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise FormatError(f"{FORMAT_PATH} does not describe a dataset: {error!r}") from error
+        if stored._to_dict() != values:  # a default or a conversion would stand in for what the file must say
+            raise FormatError(f"{FORMAT_PATH} does not say everything: it reads as {stored!r}")
+        return stored
 
     def mismatch(self, other: DatasetFormat) -> str:
         """What `other` has otherwise, by name, as a text for an error; empty if nothing. The uuid does not count."""
@@ -208,12 +222,8 @@ class DatasetFormat:
 
     def _to_dict(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {
-            "format_version": values.pop("format_version"),
-            **values,
-            "spec": self.spec.to_dict(),
-            "keys": self.keys.to_dict(),
-        }
+        nested = {"spec": self.spec.to_dict(), "keys": self.keys.to_dict()}
+        return {"format_version": values.pop("format_version"), **values, **nested}
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
@@ -221,17 +231,14 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
     return {**flat, **{name: value for name, value in values.items() if name not in ("spec", "keys")}}
 
 
-def _is_uuid(text: str) -> bool:
-    try:
-        return bool(UUID(text))
-    except (ValueError, AttributeError, TypeError):
-        return False
+def _is_uuid(text: object) -> bool:
+    return isinstance(text, str) and _UUID.fullmatch(text) is not None
 
 
-def _seconds(name: str, value: object) -> float:
+def _seconds(name: str, value: float) -> float:
     plain = isinstance(value, (int, float)) and not isinstance(value, bool)
-    _require(plain and math.isfinite(float(value)) and float(value) >= 0, name, value, "zero or more seconds")  # type: ignore[arg-type]  # checked first
-    return float(value)  # type: ignore[arg-type]  # checked above
+    _require(plain and math.isfinite(value) and value >= 0, name, value, "zero or more seconds")
+    return float(value)
 
 
 def _require(ok: bool, name: str, value: object, expected: str) -> None:
