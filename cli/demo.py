@@ -1,0 +1,78 @@
+"""`rr-dataset demo`: real routing, from an engine process to a trainer process."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from rr_dataset.demo.engine import EngineReport
+from rr_dataset.demo.replay import Replay
+from rr_dataset.demo.trainer import ReadReport, TrainerReport
+
+from . import output
+from .options import Json
+
+
+def demo(
+    uri: Annotated[str, typer.Argument(metavar="[URI]", help="Where the dataset goes and stays")] = "demo-dataset",
+    rate: Annotated[float, typer.Option(min=0, help="Requests that finish per second; 0: without a pause")] = 100.0,
+    seed: Annotated[int, typer.Option(help="Of the order in which requests finish")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Replay 200 requests of real MoE routing as traffic, read them in another process, compare."""
+    with Replay(uri, rate, seed) as replay:
+        if as_json:
+            engine, trainer = replay.engine(), replay.trainer()
+            output.show_json({"engine": asdict(engine), "trainer": asdict(trainer)})
+        else:
+            output.show_line(f"200 requests of real routing (8 layers, 64 experts, top-8) go through {uri}")
+            _show_engine(replay.engine())
+            trainer = replay.trainer()
+            _show_trainer(trainer)
+            _show_next(uri, trainer.example_id)
+    if trainer.batch.different or trainer.everything.different:
+        raise typer.Exit(output.EXIT_FOUND_PROBLEMS)
+
+
+def _show_engine(report: EngineReport) -> None:
+    dropped = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items()) or "none"
+    output.show_line(f"\nengine, process {report.pid}")
+    output.show_facts(
+        {
+            "  put": f"{report.records} records, {report.tokens:,} tokens, {output.shown_bytes(report.payload_bytes)}",
+            "  put latency": f"median {report.put_median_us:.0f} us, p99 {report.put_p99_us:.0f} us",
+            "  flush": f"{report.durable} records durable, {dropped} dropped, after {report.flush_ms:.0f} ms",
+        }
+    )
+
+
+def _show_trainer(report: TrainerReport) -> None:
+    output.show_line(f"\ntrainer, process {report.pid}")
+    output.show_facts(
+        {
+            "  put to visible": f"median {report.visible_median_ms:.0f} ms, p99 {report.visible_p99_ms:.0f} ms",
+            "  a batch": _shown_read(report.batch),
+            "  everything": _shown_read(report.everything),
+        }
+    )
+
+
+def _shown_read(report: ReadReport) -> str:
+    compared = (
+        "all as the engine had them" if not report.different else f"{report.different} RECORDS DIFFER FROM THE SOURCE"
+    )
+    return (
+        f"{report.records} records, {report.layers} layers, {report.tokens:,} tokens, "
+        f"{output.shown_bytes(report.payload_bytes)} in {report.seconds * 1e3:.1f} ms "
+        f"({output.shown_bytes(report.payload_bytes / report.seconds)}/s), {compared}"
+    )
+
+
+def _show_next(uri: str, request_id: str) -> None:
+    place = shlex.quote(uri)
+    output.show_line("\nThe dataset stays. Look at it:")
+    for command in (f"info {place}", f"ls {place} --long", f"get {place} {shlex.quote(request_id)}"):
+        output.show_line(f"  rr-dataset {command}")

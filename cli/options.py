@@ -1,0 +1,36 @@
+"""The texts of options into the values of the library, and the options that several commands share."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+_LAYER_RUN = re.compile("([0-9]+)(?:-([0-9]+))?")
+_TOKEN_RANGE = re.compile("([0-9]*):([0-9]*)")
+
+
+def parse_layers(text: str) -> list[int]:
+    """`0,3-5` -> [0, 3, 4, 5]."""
+    layers: list[int] = []
+    for run in text.split(","):
+        match = _LAYER_RUN.fullmatch(run.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise typer.BadParameter(f"{run!r}: expected layer ids such as 3-60 or 0,2,5-7")
+        layers += range(first, last + 1)
+    return layers
+
+
+def parse_tokens(text: str) -> slice:
+    """`10:20` -> slice(10, 20); either end may be left out."""
+    match = _TOKEN_RANGE.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r}: expected a token range such as 0:128, :128 or 128:")
+    start, stop = (int(end) if end else None for end in match.groups())
+    return slice(start, stop)
+
+
+Uri = Annotated[str, typer.Argument(metavar="URI", help="The dataset: a path or file://", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="One line of JSON, for machines")]

@@ -1,0 +1,117 @@
+"""All that the command line prints: tables for people, one line of JSON for machines, errors in one red line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rr_dataset.clock import millis
+
+EXIT_FAILED = 1
+EXIT_FOUND_PROBLEMS = 3  # 2 is a usage error, which typer reports
+
+_PIPE_WIDTH = 10_000  # a pipe has no edge to wrap at
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def show_json(value: Any) -> None:
+    """One line of strict JSON on stdout."""
+    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
+
+
+def show_lines(lines: Iterable[str]) -> None:
+    """Lines for people on stdout, never wrapped."""
+    console = _console()
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+
+
+def show_line(text: str) -> None:
+    """One line for people on stdout, never wrapped."""
+    show_lines([text])
+
+
+def show_facts(facts: Mapping[str, object]) -> None:
+    """Names and values, one pair a line; values that are None or empty are left out."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        if value not in (None, "", (), {}):
+            table.add_row(name, Text(str(value)))
+    _console().print(table)
+
+
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table with one line a row."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(str(value)) for value in row))
+    _console().print(table)
+
+
+def show_error(error: Exception) -> None:
+    """One red line on stderr."""
+    _complain(f"error: {error}", "red")
+
+
+def show_warning(message: Warning | str, *_place: object) -> None:
+    """One yellow line on stderr; takes the arguments of `warnings.showwarning`."""
+    _complain(f"warning: {message}", "yellow")
+
+
+def _complain(text: str, style: str) -> None:
+    Console(stderr=True).print(Text(printable(" ".join(text.split())), style=style), soft_wrap=True)
+
+
+def table_width() -> int:
+    """Columns that a table for people may take: the terminal's, or a usual one's where there is none."""
+    return _console().width if sys.stdout.isatty() else 120
+
+
+def printable(text: str) -> str:
+    """`text` with control characters spelled out: an id must not steer the terminal it is shown on."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shown_bytes(size: float) -> str:
+    """`12345678` -> `12.3 MB`."""
+    unit = 0
+    while size >= 999.95 and unit < len(_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{size:.0f} B"
+
+
+def shown_time(stamp: int) -> str:
+    """A clock stamp as local time."""
+    moment = datetime.fromtimestamp(millis(stamp) / 1000, timezone.utc).astimezone()
+    return moment.isoformat(sep=" ", timespec="milliseconds")
+
+
+def shown_ranges(ranges: Iterable[tuple[int, int]]) -> str:
+    """`[(0, 4), (6, 8)]` -> `0:4, 6:8`."""
+    return ", ".join(f"{start}:{stop}" for start, stop in ranges)
+
+
+def shown_layers(layers: Sequence[int]) -> str:
+    """`[0, 2, 3, 4]` -> `0, 2-4`."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)

@@ -1,0 +1,116 @@
+"""The trainer's side of the demo, a process of its own: watches records arrive, reads a batch, compares it with the source."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from rr_dataset.clock import millis, wall_ms
+from rr_dataset.dataset import RoutingDataset, open_dataset
+from rr_dataset.demo.rollouts import SPEC, Rollout, load_rollouts
+from rr_dataset.errors import RoutingDatasetError
+
+LAYERS = (2, 5)
+TOKENS = (64, 192)  # every rollout is longer
+BATCH = 32
+POLL_S = 0.005
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class ReadReport:
+    """One read of many records. `payload_bytes` counts the expert ids that were asked for."""
+
+    records: int
+    layers: int
+    tokens: int
+    payload_bytes: int
+    seconds: float
+    different: int  # records that were not what the engine had; 0 unless something is broken
+
+
+@dataclass(frozen=True)
+class TrainerReport:
+    """What the trainer did. Time to visible: from the engine's put until a listing of the trainer shows the record."""
+
+    pid: int
+    visible_median_ms: float
+    visible_p99_ms: float
+    batch: ReadReport
+    everything: ReadReport
+    example_id: str
+
+
+def run_trainer(uri: str, epoch: int) -> TrainerReport:
+    """Wait for all rollouts of one epoch, then read a batch of them in part and all of them whole.
+
+    Raises RoutingDatasetError if they do not arrive within a minute of the last one that did.
+    """
+    source = {rollout.request_id(epoch): rollout for rollout in load_rollouts()}
+    dataset = open_dataset(uri)
+    seen_ms = _watch(dataset, set(source))
+    put_ms = {head.request_id: millis(head.rows[0].t_submit) for head in dataset.heads(list(source))}
+    median, p99 = np.percentile([seen_ms[i] - put_ms[i] for i in source], (50, 99)).tolist()
+    batch = dict(list(source.items())[:: len(source) // BATCH][:BATCH])
+    return TrainerReport(
+        pid=os.getpid(),
+        visible_median_ms=median,
+        visible_p99_ms=p99,
+        batch=_read(dataset, batch, LAYERS, TOKENS),
+        everything=_read(dataset, source, SPEC.moe_layers, None),
+        example_id=next(iter(source)),
+    )
+
+
+def _watch(dataset: RoutingDataset, waiting: set[str]) -> dict[str, int]:
+    """Unix milliseconds at which each id was first listed."""
+    seen_ms: dict[str, int] = {}
+    last = time.monotonic()
+    while waiting:
+        arrived = waiting.intersection(dataset.ids())
+        if arrived:
+            seen_ms |= dict.fromkeys(arrived, wall_ms())
+            waiting -= arrived
+            last = time.monotonic()
+        elif time.monotonic() > last + TIMEOUT_S:
+            raise RoutingDatasetError(f"{len(waiting)} records did not arrive within {TIMEOUT_S:.0f} s")
+        time.sleep(POLL_S)
+    return seen_ms
+
+
+def _read(
+    dataset: RoutingDataset, source: dict[str, Rollout], layers: tuple[int, ...], tokens: tuple[int, int] | None
+) -> ReadReport:
+    asked = slice(None) if tokens is None else slice(*tokens)
+    start = time.perf_counter()
+    records = dataset.get_many(list(source), layers=layers, tokens=asked)
+    seconds = time.perf_counter() - start
+    different = 0
+    for record, rollout in zip(records, source.values(), strict=True):
+        same = (
+            record is not None
+            and record.status == "complete"
+            and not record.missing
+            and np.array_equal(record.to_numpy(), rollout.routed_experts[list(layers), asked])
+            and np.array_equal(record.token_ids, rollout.token_ids[asked])
+            and np.array_equal(record.logprobs, rollout.logprobs[asked], equal_nan=True)
+        )
+        different += not same
+    shapes = [record.routed_experts.shape for record in records if record is not None]
+    return ReadReport(
+        records=len(records),
+        layers=len(layers),
+        tokens=sum(shape[1] for shape in shapes),
+        payload_bytes=sum(shape[0] * shape[1] * shape[2] for shape in shapes),
+        seconds=seconds,
+        different=different,
+    )
+
+
+if __name__ == "__main__":
+    json.dump(asdict(run_trainer(sys.argv[1], int(sys.argv[2]))), sys.stdout)
