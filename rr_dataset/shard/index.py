@@ -1,0 +1,388 @@
+"""The index of a shard: what its rows are, and in which bytes of the file each payload buffer stands.
+
+It is ASCII JSON in the Arrow footer under `rr.index`, with its XXH3-64 beside it. What a file says is checked before it
+is used: a shard that is cut, foreign or damaged is a CorruptShardError, never a wild read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from rr_dataset.errors import CorruptShardError, InvalidInputError, NewerFormatError
+from rr_dataset.layout import FORMAT_VERSION
+from rr_dataset.options import COMPRESSIONS
+from rr_dataset.record import PRODUCERS, STATUSES, RoutingSpec, Row, RowData
+from rr_dataset.schema import LAYER_COLUMN, VECTORS
+from rr_dataset.shard.arrow import TRAILER_BYTES, footer_length, read_footer
+
+INDEX_KEY = "rr.index"
+CHECKSUM_KEY = "rr.index_xxh3"
+TAIL_BYTES = 64 << 10  # holds the footer of a shard of a few hundred rows
+MAX_COLUMN_BYTES = (1 << 31) - 1  # Arrow's 32-bit offsets
+
+Ints = npt.NDArray[np.int64]
+
+
+class Source(Protocol):
+    """An open stored object. A storage implements it."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the object; known after `tail`."""
+
+    @property
+    def max_gap_bytes(self) -> int:
+        """Unwanted bytes between two wanted ranges that are cheaper to read than to skip."""
+
+    def tail(self, length: int) -> bytes:
+        """The last `length` bytes, or all if there are fewer."""
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly these bytes. Raises CorruptShardError or StorageError if the object ends before."""
+
+    def read_runs(self, runs: Sequence[tuple[int, Sequence[memoryview]]]) -> None:
+        """Fill each run's buffers, any number of them, from the one contiguous byte range that starts at its offset.
+
+        Raises CorruptShardError or StorageError if the object ends before a range does.
+        """
+
+
+@dataclass(frozen=True)
+class PayloadColumns:
+    """The payload columns of a spec in file order: token_ids, logprobs, then the layers."""
+
+    spec: RoutingSpec
+    names: tuple[str, ...]
+    token_bytes: Ints  # of one token in each column
+
+    @classmethod
+    @lru_cache(maxsize=16)
+    def of(cls, spec: RoutingSpec) -> PayloadColumns:
+        """The columns of `spec`."""
+        names = (*VECTORS, *(LAYER_COLUMN % layer for layer in spec.moe_layers))
+        token_bytes = np.full(len(names), spec.top_k * np.dtype(spec.dtype).itemsize, np.int64)
+        token_bytes[: len(VECTORS)] = 4
+        return cls(spec, names, token_bytes)
+
+    def numbers(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+        """The column of each layer."""
+        first = len(VECTORS)
+        if layers == self.spec.moe_layers:
+            return tuple(range(first, len(self.names)))
+        return tuple(first + self.spec.moe_layers.index(layer) for layer in layers)
+
+    def present(self, data: RowData) -> tuple[int, ...]:
+        """The columns that are not null in this row."""
+        vectors = (i for i, vector in enumerate((data.token_ids, data.logprobs)) if vector is not None)
+        return (*vectors, *self.numbers(data.row.layers))
+
+
+@dataclass(frozen=True, eq=False)
+class ShardIndex:
+    """What a reader knows of a shard before it reads payload. Immutable, picklable, valid as long as the file is."""
+
+    spec: RoutingSpec
+    components: tuple[str, ...]  # names, parallel to Row.components
+    compression: str
+    rows: tuple[Row, ...]  # in file order
+    inputs: tuple[str, ...]  # names of the shards that this one replaces
+    tombstones_applied: tuple[str, ...]  # uuids
+    _first_rows: tuple[int, ...]  # of each batch
+    _buffers: tuple[Ints, ...]  # see `buffers`
+    _tokens: Ints  # [rows + 1], running sum of num_tokens
+    _sets: npt.NDArray[np.intp]  # [rows], which of `_masks` says what the row has
+    _masks: npt.NDArray[np.bool_]  # [sets, columns]
+
+    def batch_of(self, row: int) -> int:
+        """The number of the record batch of a row."""
+        return bisect_right(self._first_rows, row) - 1
+
+    def buffers(self, batch: int) -> Ints:
+        """[columns, 3]: offset in the file, stored and raw length of the data buffer of each payload column."""
+        return self._buffers[batch]
+
+    def starts(self, batch: int, row: int) -> Ints:
+        """[columns]: bytes in the raw data buffers of the rows of the batch before `row`."""
+        return self.payload_bytes(self._first_rows[batch], row)
+
+    def payload_bytes(self, first: int, stop: int) -> Ints:
+        """[columns]: payload bytes of the rows from `first` to `stop`."""
+        token_bytes = PayloadColumns.of(self.spec).token_bytes
+        if len(self._masks) == 1:
+            sizes: Ints = (self._tokens[stop] - self._tokens[first]) * self._masks[0] * token_bytes
+            return sizes
+        tokens = np.zeros(len(self._masks), np.int64)
+        np.add.at(tokens, self._sets[first:stop], np.diff(self._tokens[first : stop + 1]))
+        return tokens @ self._masks.astype(np.int64) * token_bytes
+
+
+def encode_index(
+    payload: PayloadColumns,
+    components: tuple[str, ...],
+    compression: str,
+    rows: Sequence[Row],
+    checksums: Sequence[int],
+    present: Sequence[tuple[int, ...]],
+    batches: Sequence[tuple[int, Ints]],
+    inputs: Sequence[str],
+    tombstones_applied: Sequence[str],
+) -> bytes:
+    """The value of `rr.index`. present: columns of each row. batches: number of rows, and ranges [columns, 2]."""
+    sets = dict.fromkeys(present)
+    numbers = {columns: i for i, columns in enumerate(sets)}
+    index = {
+        "version": FORMAT_VERSION,
+        "spec": payload.spec.to_dict(),
+        "compression": compression,
+        "inputs": list(inputs),
+        "tombstones_applied": list(tombstones_applied),
+        "num_rows": len(rows),
+        "record_id": [row.record_id for row in rows],
+        "request_id": [row.request_id for row in rows],
+        "components": {name: [row.components[i] for row in rows] for i, name in enumerate(components)},
+        "choice": [row.choice for row in rows],
+        "t_submit": [row.t_submit for row in rows],
+        "token_start": [row.token_start for row in rows],
+        "num_tokens": [row.num_tokens for row in rows],
+        "part": [row.part for row in rows],
+        "status": [row.status for row in rows],
+        "reason": [row.reason for row in rows],
+        "missing": [row.missing for row in rows],
+        "weight_version": [row.weight_version for row in rows],
+        "weight_spans": [row.weight_spans for row in rows],
+        "run_id": [row.run_id for row in rows],
+        "producer": [row.producer for row in rows],
+        "tags": [dict(row.tags) for row in rows],
+        "checksum": list(checksums),
+        "present_sets": [list(columns) for columns in sets],
+        "present": [numbers[columns] for columns in present],
+        "batches": [{"num_rows": count, "ranges": ranges.ravel().tolist()} for count, ranges in batches],
+    }
+    return json.dumps(index, separators=(",", ":")).encode("ascii")
+
+
+def read_index(source: Source) -> ShardIndex:
+    """The index of a stored shard, from one read of its tail (two where the footer is larger than 64 KiB).
+
+    Raises CorruptShardError for what is no whole shard and says why, NewerFormatError for one of a later format.
+    """
+    tail = source.tail(TAIL_BYTES)
+    size = source.size
+    try:
+        length = footer_length(tail)
+        if length + TRAILER_BYTES > size:
+            _corrupt(f"its trailer claims a footer of {length} bytes, the file has {size}")
+        if length + TRAILER_BYTES > len(tail):
+            tail = source.tail(length + TRAILER_BYTES)
+        num_batches, metadata = read_footer(tail[len(tail) - TRAILER_BYTES - length : -TRAILER_BYTES])
+        text, checksum = metadata.get(INDEX_KEY.encode()), metadata.get(CHECKSUM_KEY.encode())
+        if text is None or checksum is None:
+            _corrupt(f"its footer has no {INDEX_KEY} and {CHECKSUM_KEY}: it was not written by rr_dataset")
+        if xxhash.xxh3_64_hexdigest(text).encode() != checksum:
+            _corrupt(f"its {INDEX_KEY} does not have the checksum in {CHECKSUM_KEY}: it is damaged")
+        return _decode(json.loads(text), num_batches, size - TRAILER_BYTES - length)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, (CorruptShardError, NewerFormatError)):
+            raise
+        raise CorruptShardError(f"the shard is cut, foreign or damaged: {error}") from error
+
+
+def _corrupt(text: str) -> NoReturn:
+    raise CorruptShardError(f"the shard is cut, foreign or damaged: {text}")
+
+
+class _Reader:
+    """The fields of a parsed index, checked as they are taken."""
+
+    def __init__(self, index: Any) -> None:
+        if not isinstance(index, dict):
+            _corrupt(f"its {INDEX_KEY} is no JSON object")
+        self._index = index
+        self.rows = self.integer(index, "num_rows", 1, MAX_COLUMN_BYTES)
+
+    def integer(self, table: dict[str, Any], name: str, least: int, most: int) -> int:
+        value = table.get(name)
+        if type(value) is not int or not least <= value <= most:
+            _corrupt(f"{name} is {value!r:.80}, expected {least} to {most}")
+        return value
+
+    def value(self, name: str, kind: type) -> Any:
+        value = self._index.get(name)
+        if type(value) is not kind:
+            _corrupt(f"{name} is {value!r:.80}")
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        values = self.value(name, list)
+        if not all(type(value) is str for value in values):
+            _corrupt(f"{name} has {values!r:.80}, expected texts")
+        return tuple(values)
+
+    def column(self, name: str, *types: type, values: Any = None) -> list[Any]:
+        """One value per row."""
+        column = self.value(name, list) if values is None else values
+        if type(column) is not list or len(column) != self.rows:
+            _corrupt(f"{name} is no list of {self.rows} values, one per row")
+        if not set(map(type, column)) <= set(types):
+            _corrupt(f"{name} has {column!r:.80}, expected {' or '.join(kind.__name__ for kind in types)}")
+        return column
+
+    def integers(self, name: str, most: int) -> list[int]:
+        column = self.column(name, int)
+        if min(column) < 0 or max(column) > most:
+            _corrupt(f"{name} has {column!r:.80}, expected 0 to {most}")
+        return column
+
+    def one_of(self, name: str, allowed: Sequence[str]) -> list[str]:
+        column = self.column(name, str)
+        if not set(column) <= set(allowed):
+            _corrupt(f"{name} has {column!r:.80}, expected {', '.join(allowed)}")
+        return column
+
+    def spans(self, name: str, types: tuple[type, ...]) -> list[tuple[Any, ...]]:
+        """Per row a list of (start, stop, ...)."""
+        column = self.column(name, list)
+        for spans in column:
+            for span in spans:
+                if type(span) is not list or tuple(map(type, span)) != types or not 0 <= span[0] < span[1] < 1 << 63:
+                    _corrupt(f"{name} has {span!r:.80}")
+        return [tuple(map(tuple, spans)) for spans in column]
+
+
+@lru_cache(maxsize=16)
+def _spec(layers: tuple[int, ...], num_experts: int, top_k: int, dtype: str, topk_order: str) -> RoutingSpec:
+    return RoutingSpec(layers, num_experts, top_k, dtype, topk_order)
+
+
+def _decode_spec(data: dict[str, Any]) -> RoutingSpec:
+    try:
+        layers, *rest = (data[name] for name in ("moe_layers", "num_experts", "top_k", "dtype", "topk_order"))
+        return _spec(tuple(layers), *rest)
+    except (KeyError, TypeError, ValueError, InvalidInputError) as error:
+        _corrupt(f"spec is {data!r:.200} ({error!r})")
+
+
+def _decode(index: Any, num_batches: int, footer_at: int) -> ShardIndex:
+    read = _Reader(index)
+    version = read.value("version", int)
+    if version > FORMAT_VERSION:
+        raise NewerFormatError(
+            f"the shard has format {version}, this rr_dataset reads up to {FORMAT_VERSION}: upgrade it"
+        )
+    payload = PayloadColumns.of(_decode_spec(read.value("spec", dict)))
+    compression = read.value("compression", str)
+    if compression not in COMPRESSIONS:
+        _corrupt(f"compression is {compression!r:.80}, expected one of {', '.join(COMPRESSIONS)}")
+    masks, sets = _decode_present(read, payload)
+    num_tokens = read.integers("num_tokens", MAX_COLUMN_BYTES)
+    tokens = np.zeros(read.rows + 1, np.int64)
+    np.cumsum(num_tokens, out=tokens[1:])
+    names = payload.names
+    first_rows, buffers = _decode_batches(read, len(names), num_batches, footer_at)
+    layers = [tuple(itertools.compress(payload.spec.moe_layers, mask[len(VECTORS) :])) for mask in masks.tolist()]
+    result = ShardIndex(
+        spec=payload.spec,
+        components=tuple(read.value("components", dict)),
+        compression=compression,
+        rows=_decode_rows(read, num_tokens, [layers[i] for i in sets.tolist()], masks[sets, : len(VECTORS)].tolist()),
+        inputs=read.texts("inputs"),
+        tombstones_applied=read.texts("tombstones_applied"),
+        _first_rows=first_rows,
+        _buffers=buffers,
+        _tokens=tokens,
+        _sets=sets,
+        _masks=masks,
+    )
+    for first, stop, batch in zip(first_rows, (*first_rows[1:], read.rows), buffers, strict=True):
+        batch[:, 2] = result.payload_bytes(first, stop)
+        stored, raw = batch[:, 1], batch[:, 2]
+        wrong = stored != raw if compression == "none" else ((stored == 0) != (raw == 0)) | (raw > MAX_COLUMN_BYTES)
+        if wrong.any():
+            at = int(wrong.argmax())
+            _corrupt(f"{names[at]} has {stored[at]} bytes where its rows need {raw[at]} (compression {compression})")
+    return result
+
+
+def _decode_present(read: _Reader, payload: PayloadColumns) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
+    columns = len(payload.names)
+    present_sets = read.value("present_sets", list)
+    masks = np.zeros((len(present_sets), columns), np.bool_)
+    for mask, present in zip(masks, present_sets, strict=True):
+        if type(present) is not list or not set(map(type, present)) <= {int}:
+            _corrupt(f"present_sets has {present!r:.80}")
+        if present and not 0 <= min(present) <= max(present) < columns:
+            _corrupt(f"present_sets has column {max(present)} or {min(present)} of {columns}")
+        mask[present] = True
+    return masks, np.array(read.integers("present", len(present_sets) - 1), np.intp)
+
+
+def _decode_batches(
+    read: _Reader, columns: int, num_batches: int, footer_at: int
+) -> tuple[tuple[int, ...], tuple[Ints, ...]]:
+    batches = read.value("batches", list)
+    if len(batches) != num_batches:
+        _corrupt(f"its index has {len(batches)} batches, its footer {num_batches}")
+    first_rows, buffers, rows = [], [], 0
+    for batch in batches:
+        if type(batch) is not dict or type(batch.get("ranges")) is not list:
+            _corrupt(f"batches has {batch!r:.80}")
+        flat = batch["ranges"]
+        if len(flat) != 2 * columns or set(map(type, flat)) != {int} or min(flat) < 0 or max(flat) > footer_at:
+            _corrupt(f"ranges is {flat!r:.80}, expected {columns} offsets and lengths within {footer_at} bytes")
+        pairs = np.array(flat, np.int64).reshape(columns, 2)
+        if int(pairs.sum(axis=1).max()) > footer_at:
+            _corrupt(f"a payload buffer ends at byte {pairs.sum(axis=1).max()}, the footer begins at {footer_at}")
+        first_rows.append(rows)
+        buffers.append(np.pad(pairs, ((0, 0), (0, 1))))
+        rows += read.integer(batch, "num_rows", 1, read.rows)
+    if rows != read.rows:
+        _corrupt(f"its batches have {rows} rows, num_rows is {read.rows}")
+    return tuple(first_rows), tuple(buffers)
+
+
+def _decode_rows(
+    read: _Reader, num_tokens: list[int], layers: list[tuple[int, ...]], vectors: list[list[bool]]
+) -> tuple[Row, ...]:
+    optional = (str, type(None))
+    components = [
+        read.column(name, *optional, values=column) for name, column in read.value("components", dict).items()
+    ]
+    choices = read.column("choice", int, type(None))
+    tags = read.column("tags", dict)
+    if not all(type(text) is str for row in tags for text in row.values()):
+        _corrupt(f"tags has {tags!r:.80}, expected texts")
+    return tuple(
+        map(
+            Row,
+            read.column("record_id", str),
+            read.column("request_id", str),
+            zip(*components, strict=True),
+            choices,
+            read.integers("t_submit", (1 << 64) - 1),
+            read.integers("token_start", (1 << 63) - 1),
+            num_tokens,
+            read.column("part", bool),
+            read.one_of("status", STATUSES),
+            read.column("run_id", str),
+            layers,
+            read.column("reason", *optional),
+            read.spans("missing", (int, int)),
+            read.column("weight_version", *optional),
+            read.spans("weight_spans", (int, int, str)),
+            read.one_of("producer", PRODUCERS),
+            tags,
+            [has[0] for has in vectors],
+            [has[1] for has in vectors],
+            read.integers("checksum", (1 << 64) - 1),
+        )
+    )

@@ -1,0 +1,176 @@
+"""Exact ranges of a stored shard into arrays, without an Arrow library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from rr_dataset.errors import CorruptShardError, InvalidRoutingError
+from rr_dataset.schema import VECTORS
+from rr_dataset.shard.arrow import COMPRESSED_PREFIX_BYTES
+from rr_dataset.shard.index import PayloadColumns, ShardIndex, Source
+from rr_dataset.shard.tiling import copy_tiles
+
+_VECTOR_DTYPES = (np.int32, np.float32)
+
+
+class TileRead(NamedTuple):
+    """Tokens [start, stop), absolute and within the row, of `layers` that the row has, to be read into `out`.
+
+    out: [len(layers), stop - start, top_k] of the spec's dtype, writable, any strides; fastest where the tokens of a layer
+    are contiguous.
+    """
+
+    row: int  # in ShardIndex.rows
+    layers: tuple[int, ...]
+    start: int
+    stop: int
+    out: npt.NDArray[Any]
+
+
+class VectorRead(NamedTuple):
+    """The same of "token_ids" (int32) or "logprobs" (float32). out: [stop - start], contiguous, writable."""
+
+    row: int
+    column: str
+    start: int
+    stop: int
+    out: npt.NDArray[Any]
+
+
+def read_tiles(
+    source: Source, index: ShardIndex, tiles: Sequence[TileRead], vectors: Sequence[VectorRead] = ()
+) -> None:
+    """Read exact ranges of a stored shard into arrays, with one request per stretch of neighbouring bytes.
+
+    A compressed buffer is read and decoded as a whole, once per call. Payload checksums are not compared.
+
+    Raises InvalidRoutingError for a range that the row does not have or an `out` of another shape, CorruptShardError for a
+    buffer that does not decode, and what `source.read_runs` raises.
+    """
+    payload = PayloadColumns.of(index.spec)
+    pieces: list[_Piece] = []
+    copies: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
+    for tile in tiles:
+        shape = (len(tile.layers), tile.stop - tile.start, index.spec.top_k)
+        _check_read(index, tile, tile.layers, shape, index.spec.dtype)
+        if not tile.out.size:
+            continue
+        dense = tile.out.strides[1:] == (shape[2] * tile.out.itemsize, tile.out.itemsize)
+        target = tile.out if dense else np.empty(shape, tile.out.dtype)
+        if not dense:
+            copies.append((tile.out, target))
+        pieces += _locate(index, tile, payload.numbers(tile.layers), _bytes_of_layers(target))
+    for vector in vectors:
+        column = VECTORS.index(vector.column)
+        _check_read(index, vector, (), (vector.stop - vector.start,), _VECTOR_DTYPES[column])
+        if vector.out.size:
+            pieces += _locate(index, vector, (column,), [vector.out.data.cast("B")])
+    if index.compression == "none":
+        _read(source, [(piece.at + piece.start, piece.target) for piece in pieces])
+    else:
+        _decode(source, pieces, pa.Codec(index.compression))
+    for out, target in copies:
+        copy_tiles(out, target)
+
+
+class _Piece(NamedTuple):
+    """Bytes of a row in the raw form of a buffer, and where they go."""
+
+    at: int  # of the buffer in the file
+    stored: int
+    raw: int
+    start: int  # in the raw buffer
+    target: memoryview
+
+
+def _check_read(
+    index: ShardIndex,
+    read: TileRead | VectorRead,
+    layers: tuple[int, ...],
+    shape: tuple[int, ...],
+    dtype: npt.DTypeLike,
+) -> None:
+    row = index.rows[read.row]
+    if not row.token_start <= read.start <= read.stop <= row.token_stop:
+        raise InvalidRoutingError(
+            f"tokens {read.start} to {read.stop}: row {row.record_id} has {row.token_start} to {row.token_stop}"
+        )
+    if layers != row.layers and not set(layers) <= set(row.layers):
+        raise InvalidRoutingError(f"layers {list(layers)}: row {row.record_id} has {list(row.layers)}")
+    if isinstance(read, VectorRead) and not getattr(row, f"has_{read.column}"):
+        raise InvalidRoutingError(f"row {row.record_id} has no {read.column}")
+    if read.out.shape != shape or read.out.dtype != dtype:
+        raise InvalidRoutingError(f"out is {read.out.shape} {read.out.dtype}, expected {shape} {np.dtype(dtype)}")
+
+
+def _bytes_of_layers(target: npt.NDArray[Any]) -> list[memoryview]:
+    if not target.flags.c_contiguous:
+        return [layer.data.cast("B") for layer in target]
+    flat = target.data.cast("B")
+    step = len(flat) // len(target)
+    return [flat[at : at + step] for at in range(0, len(flat), step)]
+
+
+def _locate(
+    index: ShardIndex, read: TileRead | VectorRead, columns: tuple[int, ...], targets: list[memoryview]
+) -> Iterator[_Piece]:
+    chosen = list(columns)
+    batch = index.batch_of(read.row)
+    skipped = (read.start - index.rows[read.row].token_start) * PayloadColumns.of(index.spec).token_bytes
+    starts = (index.starts(batch, read.row) + skipped)[chosen].tolist()
+    at, stored, raw = index.buffers(batch)[chosen].T.tolist()
+    return map(_Piece, at, stored, raw, starts, targets)
+
+
+def _read(source: Source, wanted: list[tuple[int, memoryview]]) -> None:
+    """Read ranges into their targets; small gaps between them are read as well, and thrown away."""
+    wanted.sort(key=itemgetter(0))
+    max_gap = source.max_gap_bytes
+    trash = memoryview(bytearray(max_gap))
+    runs: list[tuple[int, list[memoryview]]] = []
+    buffers: list[memoryview] = []
+    end = -1 - max_gap
+    for at, target in wanted:
+        gap = at - end
+        if not 0 <= gap <= max_gap:
+            buffers = []
+            runs.append((at, buffers))
+        elif gap:
+            buffers.append(trash[:gap])
+        buffers.append(target)
+        end = at + len(target)
+    if runs:
+        source.read_runs(runs)
+
+
+def _decode(source: Source, pieces: Sequence[_Piece], codec: pa.Codec) -> None:
+    """The same for compressed buffers: each is read whole and decoded once."""
+    stored = {piece.at: memoryview(bytearray(piece.stored)) for piece in pieces}
+    _read(source, list(stored.items()))
+    by_buffer: dict[int, list[_Piece]] = {}
+    for piece in pieces:
+        by_buffer.setdefault(piece.at, []).append(piece)
+    for at, parts in by_buffer.items():
+        raw = _decompress(stored.pop(at), parts[0].raw, at, codec)
+        for part in parts:
+            part.target[:] = raw[part.start : part.start + len(part.target)]
+
+
+def _decompress(stored: memoryview, raw_length: int, at: int, codec: pa.Codec) -> memoryview:
+    where = f"the shard is damaged: the {codec.name} buffer at byte {at}"
+    length = int.from_bytes(stored[:COMPRESSED_PREFIX_BYTES], "little", signed=True)
+    packed = stored[COMPRESSED_PREFIX_BYTES:]
+    if length == -1 and len(packed) == raw_length:
+        return packed
+    if length != raw_length:
+        raise CorruptShardError(f"{where} says {length} bytes, its rows need {raw_length}")
+    try:
+        return memoryview(codec.decompress(packed, raw_length)).cast("B")
+    except (OSError, ValueError) as error:
+        raise CorruptShardError(f"{where} does not decode: {error}") from error
