@@ -40,6 +40,7 @@ _ALWAYS_FITS = MAX_VALUE_BYTES // 3  # a byte takes at most three when percent-e
 _NUMBER = re.compile("0|[1-9][0-9]*")
 _TEXT = re.compile(f"(?!{ABSENT}\\Z).+", re.DOTALL)
 _NAME = re.compile(f"[A-Za-z][A-Za-z0-9_]{{0,{MAX_NAME_CHARS - 1}}}")
+_DELIMITER = re.compile(r"(?![A-Za-z0-9#])[ -~]")
 _CHOICE_END = re.compile(r"#[0-9]*\Z")
 _ENGINE_ID = re.compile(
     r"chatcmpl-(?P<rollout>.+)-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}(_[0-9]+)?"
@@ -119,9 +120,8 @@ class KeyScheme:
         later_numbers = set(self.components[self.partition_by :]) & set(self.numbers)
         _require(self.turn is None or self.turn in later_numbers, "turn", self.turn, "a number outside the path")
         if self.buckets is None:
-            one = len(self.delimiter) == 1 and self.delimiter.isascii() and self.delimiter.isprintable()
-            clear = one and not self.delimiter.isalnum() and self.delimiter != "#"
-            _require(clear, "delimiter", self.delimiter, "one ASCII character, no letter, digit or #")
+            one = _DELIMITER.fullmatch(self.delimiter) is not None
+            _require(one, "delimiter", self.delimiter, "one ASCII character, no letter, digit or #")
         else:
             whole = type(self.buckets) is int and 1 <= self.buckets <= MAX_BUCKETS
             _require(whole, "buckets", self.buckets, f"1 to {MAX_BUCKETS}")
@@ -162,7 +162,8 @@ class KeyScheme:
             if pattern.fullmatch(value) is None:
                 self._refuse(request_id, components)
         if not plain:
-            self._check_path_values(request_id, components)
+            for name, value in zip(self.components[: self.partition_by], components, strict=False):
+                _check_path_value(request_id, name, value)
         return RequestKey(request_id, (*components, *self._padding[len(components) :]), choice)
 
     def parse_prefix(self, prefix: str | Mapping[str, str | int]) -> Prefix:
@@ -211,15 +212,6 @@ class KeyScheme:
             return base.rsplit(self.delimiter, len(self.components) - 1)
         return base.split(self.delimiter, len(self.components) - 1)
 
-    def _check_path_values(self, shown: object, components: list[str]) -> None:
-        for name, value in zip(self.components[: self.partition_by], components, strict=False):
-            size = len(quote(value, safe=""))
-            if size > MAX_VALUE_BYTES:
-                raise InvalidRequestIdError(
-                    f"request id {_shown(shown)}: {name} takes {size} percent-encoded bytes, at most {MAX_VALUE_BYTES} fit"
-                    " a directory name; use a shorter one, or KeyScheme.uuid() for opaque ids"
-                )
-
     def _prefix_value(self, name: str, value: object) -> str:
         shown = f"prefix {name}={_shown(value)}"
         if name != "choice" and name not in self.components:
@@ -237,7 +229,7 @@ class KeyScheme:
         if name != self.rest and self.delimiter and self.delimiter in text:
             raise InvalidRequestIdError(f"{shown}: only {self.rest} may contain {self.delimiter!r}")
         if at < self.partition_by:
-            self._check_path_values(text, [text] * (at + 1))
+            _check_path_value(text, name, text)
         return text
 
     def _expected(self, name: str) -> str:
@@ -253,7 +245,7 @@ class KeyScheme:
         )
         form = self.delimiter.join(self.components) if self.buckets is None else self.rest
         hint = ""
-        if self.split == "right" and self.delimiter in request_id:
+        if self.split == "right" and name != self.rest:
             hint = f"; a {self.rest} that contains {self.delimiter!r} needs all components after it"
         raise InvalidRequestIdError(
             f"request id {_shown(request_id)}: {name}={_shown(value)}, {self._expected(name)}; ids are {form}{hint}"
@@ -288,6 +280,15 @@ def _checked_text(text: object) -> str:
     if size > MAX_ID_BYTES:
         raise InvalidRequestIdError(f"request id {_shown(text)}: {size} UTF-8 bytes, at most {MAX_ID_BYTES}")
     return text
+
+
+def _check_path_value(shown: str, name: str, value: str) -> None:
+    size = len(quote(value, safe=""))
+    if size > MAX_VALUE_BYTES:
+        raise InvalidRequestIdError(
+            f"request id {_shown(shown)}: {name} takes {size} percent-encoded bytes, at most {MAX_VALUE_BYTES} fit"
+            " a directory name; use a shorter one, or KeyScheme.uuid() for opaque ids"
+        )
 
 
 def _split_choice(request_id: str) -> tuple[str, int | None]:

@@ -235,10 +235,10 @@ def _is_uuid(text: object) -> bool:
     return isinstance(text, str) and _UUID.fullmatch(text) is not None
 
 
-def _seconds(name: str, value: float) -> float:
-    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
-    _require(plain and math.isfinite(value) and value >= 0, name, value, "zero or more seconds")
-    return float(value)
+def _seconds(name: str, value: object) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0:
+        return float(value)
+    raise InvalidInputError(f"{name}={value!r}: expected zero or more seconds")
 
 
 def _require(ok: bool, name: str, value: object, expected: str) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from math import gcd
 from typing import Any
+from urllib.parse import quote
+from zlib import crc32
 
 import numpy as np
 from hypothesis import strategies as st
 
+from rr_dataset.keys import KeyScheme, RequestKey
 from rr_dataset.record import STATUSES, TOPK_ORDERS, Range, RoutingSpec, Row, RowData, Span
 
 RUN_ID = "run-1"
@@ -116,3 +119,46 @@ def payload(spec: RoutingSpec, row: Row, seed: int = 0) -> RowData:
         token_ids=rng.integers(0, 1 << 17, n, dtype=np.int32) if row.has_token_ids else None,
         logprobs=rng.normal(size=n).astype(np.float32) if row.has_logprobs else None,
     )
+
+
+# --- Request ids and key schemes: what the grammar allows, built up from parts, so that no test asks the parser what is legal.
+
+ABSENT_LITERAL = "__HIVE_DEFAULT_PARTITION__"
+NASTY = ("/", "..", ".", "_", "%", "%2F", "=", "#", "#x", ":", "\\", "\n", "\0", " ", "é", "日本", "\U0001f600", "_rr")
+
+nasty_texts = st.lists(texts | st.sampled_from(NASTY), max_size=4).map("".join)
+any_texts = nasty_texts | st.text(st.characters(), max_size=40) | st.text("ab:#01", max_size=12)  # lone surrogates too
+path_values = nasty_texts.filter(lambda text: 0 < len(quote(text, safe="")) < 200 and text != ABSENT_LITERAL)
+decimals = (st.integers(0, 12) | st.integers(0, 1 << 80)).map(str)
+key_schemes = st.sampled_from(
+    [
+        KeyScheme.fastdeploy(),
+        KeyScheme.fastdeploy(partition_by=2),
+        KeyScheme.by_step(),
+        KeyScheme.uuid(),
+        KeyScheme.uuid(buckets=1),
+        KeyScheme.uuid(buckets=1 << 16),
+    ]
+)
+
+
+@st.composite
+def keys_of(draw: st.DrawFn, scheme: KeyScheme) -> RequestKey:
+    """Any legal request id of the scheme, with what it must parse to."""
+    text = draw(path_values)
+    if text.rpartition("#")[1] and text.rpartition("#")[2].strip("0123456789") == "":
+        text += "x"  # or it would end in a sample number
+    found: tuple[str | None, ...]
+    if scheme.buckets is not None:
+        base = text
+        found = (str(crc32(text.encode()) % scheme.buckets), text)
+    elif scheme.split == "right":
+        depth = 3 if ":" in text else draw(st.integers(0, 3))
+        values = [text, *(draw(decimals) for _ in range(depth))]
+        base = ":".join(values)
+        found = (*values, *[None] * (3 - depth))
+    else:
+        step = draw(decimals)
+        base, found = draw(st.sampled_from([(step, (step, None)), (f"{step}:{text}", (step, text))]))
+    choice = draw(st.none() | st.integers(0, 3) | st.just((1 << 31) - 1))
+    return RequestKey(base if choice is None else f"{base}#{choice}", found, choice)
