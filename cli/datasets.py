@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rr_dataset import KeyScheme, RecordHead, RoutingSpec, create_dataset, open_dataset
+from rr_dataset import DatasetInfo, KeyScheme, RecordHead, RoutingSpec, create_dataset, open_dataset
 
 from . import output
 from .options import Json, Uri, parse_layers
@@ -73,7 +74,7 @@ def ls(
     dataset = open_dataset(uri)
     ids = dataset.ids(prefix)
     if not long:
-        output.show_json(ids) if as_json else output.show_lines(output.printable(i) for i in ids)
+        output.show_json(list(ids)) if as_json else output.show_lines(output.printable(i) for i in ids)
         return
     heads = [head for head in dataset.heads(ids, on_missing="none") if head is not None]
     if as_json:
@@ -82,6 +83,28 @@ def ls(
         output.show_table(
             ("id", "status", "tokens", "missing", "weights", "submitted", "run"), [_head_cells(head) for head in heads]
         )
+
+
+def _show_info(info: DatasetInfo, as_json: bool) -> None:
+    spec, keys = info.format.spec, info.format.keys
+    if as_json:
+        output.show_json({**asdict(info), "format": json.loads(info.format.to_json())})
+        return
+    output.show_facts(
+        {
+            "dataset": info.uri,
+            "uuid": info.format.uuid,
+            "routing": f"layers {output.shown_layers(spec.moe_layers)}; {spec.num_experts} experts, top-{spec.top_k}, "
+            f"{spec.dtype}, {spec.topk_order} order; {spec.bytes_per_token} B a token",
+            "ids": keys.rest if keys.buckets else keys.delimiter.join(keys.components),
+            "directories": f"{info.partitions:,} by {', '.join(keys.components[: keys.partition_by])}",
+            "shards": f"{info.shards:,}",
+            "rows": f"{info.rows:,}",
+            "size": output.shown_bytes(info.bytes),
+            "delete marks": info.tombstone_files or None,
+            "format": f"version {info.format.format_version}",
+        }
+    )
 
 
 def _spec(config: Path | None, layers: str | None, experts: int | None, top_k: int | None) -> RoutingSpec:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -40,13 +40,11 @@ def show_line(text: str) -> None:
 
 def show_facts(facts: Mapping[str, object]) -> None:
     """Names and values, one pair a line; values that are None or empty are left out."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in facts.items():
-        if value not in (None, "", (), {}):
-            table.add_row(name, Text(str(value)))
-    _console().print(table)
+    shown = {name: str(value) for name, value in facts.items() if value not in (None, "")}
+    width = max(map(len, shown))
+    console = _console()
+    for name, value in shown.items():
+        console.print(Text.assemble((name.ljust(width), "bold"), "  ", value), soft_wrap=True)
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -64,8 +62,15 @@ def show_error(error: Exception) -> None:
     _complain(f"error: {error}", "red")
 
 
-def show_warning(message: Warning | str, *_place: object) -> None:
-    """One yellow line on stderr; takes the arguments of `warnings.showwarning`."""
+def show_warning(
+    message: Warning | str,
+    _category: type[Warning],
+    _filename: str,
+    _lineno: int,
+    _file: TextIO | None = None,
+    _line: str | None = None,
+) -> None:
+    """One yellow line on stderr; stands in for `warnings.showwarning`."""
     _complain(f"warning: {message}", "yellow")
 
 

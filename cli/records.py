@@ -50,6 +50,7 @@ def get(
         )
     else:
         output.show_facts(record_facts(record))
+        output.show_line("")
         _show_experts(record)
 
 

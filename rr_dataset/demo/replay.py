@@ -53,8 +53,8 @@ class Replay:
     def trainer(self) -> TrainerReport:
         """Wait for the trainer process; RoutingDatasetError if it failed, its own message is on stderr then."""
         values = _report("trainer", self._trainer)
-        reads = {name: ReadReport(**values.pop(name)) for name in ("batch", "everything")}
-        return TrainerReport(**values, **reads)
+        values |= {name: ReadReport(**values[name]) for name in ("batch", "everything")}
+        return TrainerReport(**values)
 
 
 def _start(side: str, *args: str) -> subprocess.Popen[str]:

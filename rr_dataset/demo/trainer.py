@@ -7,13 +7,16 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rr_dataset.clock import millis, wall_ms
 from rr_dataset.dataset import RoutingDataset, open_dataset
 from rr_dataset.demo.rollouts import SPEC, Rollout, load_rollouts
 from rr_dataset.errors import RoutingDatasetError
+from rr_dataset.record import RoutingRecord
 
 LAYERS = (2, 5)
 TOKENS = (64, 192)  # every rollout is longer
@@ -54,7 +57,7 @@ def run_trainer(uri: str, epoch: int) -> TrainerReport:
     source = {rollout.request_id(epoch): rollout for rollout in load_rollouts()}
     dataset = open_dataset(uri)
     seen_ms = _watch(dataset, set(source))
-    put_ms = {head.request_id: millis(head.rows[0].t_submit) for head in dataset.heads(list(source))}
+    put_ms = {head.request_id: millis(head.rows[0].t_submit) for head in dataset.heads(source) if head is not None}
     median, p99 = np.percentile([seen_ms[i] - put_ms[i] for i in source], (50, 99)).tolist()
     batch = dict(list(source.items())[:: len(source) // BATCH][:BATCH])
     return TrainerReport(
@@ -88,18 +91,16 @@ def _read(
 ) -> ReadReport:
     asked = slice(None) if tokens is None else slice(*tokens)
     start = time.perf_counter()
-    records = dataset.get_many(list(source), layers=layers, tokens=asked)
+    records = dataset.get_many(source, layers=layers, tokens=asked)
     seconds = time.perf_counter() - start
     different = 0
     for record, rollout in zip(records, source.values(), strict=True):
-        same = (
-            record is not None
-            and record.status == "complete"
-            and not record.missing
-            and np.array_equal(record.to_numpy(), rollout.routed_experts[list(layers), asked])
-            and np.array_equal(record.token_ids, rollout.token_ids[asked])
-            and np.array_equal(record.logprobs, rollout.logprobs[asked], equal_nan=True)
+        wanted = (
+            rollout.routed_experts[list(layers), asked],
+            rollout.token_ids[asked].astype(np.int32),
+            rollout.logprobs[asked],
         )
+        same = record is not None and record.status == "complete" and not record.missing and _same(record, wanted)
         different += not same
     shapes = [record.routed_experts.shape for record in records if record is not None]
     return ReadReport(
@@ -109,6 +110,15 @@ def _read(
         payload_bytes=sum(shape[0] * shape[1] * shape[2] for shape in shapes),
         seconds=seconds,
         different=different,
+    )
+
+
+def _same(record: RoutingRecord, wanted: tuple[npt.NDArray[Any], ...]) -> bool:
+    """Whether ids of experts, token ids and logprobs are these, byte for byte."""
+    read = (record.routed_experts, record.token_ids, record.logprobs)
+    return all(
+        a is not None and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        for a, b in zip(read, wanted, strict=True)
     )
 
 

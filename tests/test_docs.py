@@ -1,0 +1,145 @@
+"""What the README says is so: its programs run, its commands work, its list of commands is that of the program.
+
+python tests/test_docs.py     writes the list of commands into README.md
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+ROOT = Path(__file__).parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from cli.main import app, main  # noqa: E402  # found by pytest's pythonpath, or by the line above
+
+README = ROOT / "README.md"
+START, END = "<!-- commands: kept in step by tests/test_docs.py -->\n", "<!-- /commands -->"
+EXAMPLE_DIR = "/data"  # where the README's examples keep things
+NOT_RUN = ("--install-completion", "rr-dataset demo")  # writes into a home directory; has tests of its own
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[list[str]]:
+    """The arguments of each `rr-dataset` line outside the list of commands."""
+    text = README.read_text()
+    text = text[: text.index(START)] + text[text.index(END) :]
+    lines = re.findall(r"^    rr-dataset (.*)$", text, re.MULTILINE)
+    return [shlex.split(line) for line in lines]
+
+
+def listing() -> str:
+    """Each command with its arguments and options, as README shows it."""
+
+    def parameters(command: Any) -> Iterator[tuple[str, str]]:
+        for p in command.params:
+            if p.name == "help":
+                continue
+            text = p.help or ""
+            if isinstance(p.show_default, str):
+                text += f" [{p.show_default}]"
+            elif p.default not in (None, False) and p.show_default and not p.required:
+                text += f" [{getattr(p.default, 'value', p.default)}]"
+            if p.param_type_name == "argument":
+                yield p.metavar, text
+            else:
+                yield " / ".join(["/".join(p.opts), *p.secondary_opts]) + (f" {p.metavar}" if p.metavar else ""), text
+
+    out = []
+    for name, command in typer.main.get_command(app).commands.items():
+        arguments = " ".join(p.metavar for p in command.params if p.param_type_name == "argument")
+        out.append(f"rr-dataset {name} {arguments} [OPTIONS]")
+        out.append(f"    {command.help.splitlines()[0]}")
+        out += [f"    {names:<27} {text}" for names, text in parameters(command)]
+        out.append("")
+    return "```text\n" + "\n".join(out).rstrip() + "\n```\n"
+
+
+def test_the_list_of_commands_is_that_of_the_program() -> None:
+    text = README.read_text()
+    assert text[text.index(START) + len(START) : text.index(END)] == listing(), "run: python tests/test_docs.py"
+
+
+def test_the_examples_run_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in blocks("python"):
+        code = block.replace(f'"{EXAMPLE_DIR}/', f'"{tmp_path}/')
+        exec(compile(code, "README.md", "exec"), names)
+    assert names["record"].status == "complete"
+    assert names["batch"][0].routed_experts.shape == (15, 256, 8)
+    ran = 0
+    for arguments in commands():
+        if any(word in shlex.join(["rr-dataset", *arguments]) for word in NOT_RUN):
+            continue
+        with pytest.raises(SystemExit) as ended:
+            main([word.replace(f"{EXAMPLE_DIR}/", f"{tmp_path}/") for word in arguments])
+        out, err = capfd.readouterr()
+        assert (ended.value.code, err) == (0, ""), arguments
+        assert out
+        ran += 1
+    assert ran >= 4
+    assert (tmp_path / "record.npz").exists()
+
+
+def test_comments_in_the_examples_say_what_comes_out(tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    writing, reading = blocks("python")
+    exec(compile(writing.replace(f'"{EXAMPLE_DIR}/', f'"{tmp_path}/'), "README.md", "exec"), names)
+    exec(compile(reading.replace(f'"{EXAMPLE_DIR}/', f'"{tmp_path}/'), "README.md", "exec"), names)
+    checked = 0
+    for line in reading.splitlines():
+        said = re.fullmatch(
+            r"(?P<code>\S.*?)  # (?P<value>[(\"].*?|(?P<dtype>\w+) (?P<shape>\[[0-9, ]+\]))(?:;.*|: .*)?", line
+        )
+        if said is None:
+            continue
+        value = eval(said["code"], names)
+        if said["shape"]:
+            assert (value.dtype.name, list(value.shape)) == (said["dtype"], eval(said["shape"])), line
+        else:
+            assert value == eval(said["value"]), line
+        checked += 1
+    assert checked == 4
+
+
+@pytest.mark.parametrize("text", sorted(ROOT.glob("*.md")), ids=lambda path: path.name)
+def test_links_lead_somewhere(text: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", text.read_text())
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+def test_make_targets_exist() -> None:
+    made = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert (
+        set(
+            re.findall(
+                r"\bmake ([a-z]+)\b(?! it)", " ".join(re.findall(r"`[^`]+`|^    .*$", README.read_text(), re.MULTILINE))
+            )
+        )
+        <= made
+    )
+
+
+def test_modules_named_in_readme_exist() -> None:
+    for name in re.findall(r"`(\w+\.py)`", README.read_text()):
+        assert (ROOT / "rr_dataset" / name).exists(), name
+
+
+if __name__ == "__main__":
+    text = README.read_text()
+    README.write_text(text[: text.index(START) + len(START)] + listing() + text[text.index(END) :])
