@@ -287,8 +287,8 @@ class RecordHead:
     weights: tuple[Span, ...]
     run_id: str  # of the newest row
     tags: Mapping[str, str]  # of all live rows, the newest wins
-    rows: tuple[Row, ...]  # live ones, oldest first
-    tiles: tuple[Tile, ...]  # disjoint, together all that is there
+    rows: tuple[Row, ...] = field(repr=False)  # live ones, oldest first
+    tiles: tuple[Tile, ...] = field(repr=False)  # disjoint, together all that is there
 
     @property
     def record_id(self) -> str:

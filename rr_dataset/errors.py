@@ -1,0 +1,133 @@
+"""The errors of rr_dataset, one tree, grouped by what a handler would do.
+
+RoutingDatasetError
+├── InvalidInputError (ValueError)            the caller's argument is wrong; nothing was written
+│   ├── InvalidRequestIdError                 the id does not follow the dataset's key scheme
+│   ├── InvalidRoutingError                   shape, layers, dtype or range do not match the spec
+│   ├── SpecMismatchError                     the dataset exists with another spec or key scheme
+│   └── RecordTooLargeError                   the record does not fit the spool, whatever its state
+├── NotFoundError (LookupError)
+│   ├── DatasetNotFoundError (FileNotFoundError)
+│   ├── RecordNotFoundError (KeyError)
+│   └── RecordDroppedError                    the engine gave the record up; says why
+├── FormatError (ValueError)                  bytes at rest that are not what they claim to be
+│   ├── NewerFormatError                      written by a later version: upgrade
+│   ├── CorruptShardError                     a shard that is cut, foreign or damaged
+│   └── CorruptSpoolError                     a slab that is cut, foreign or damaged
+├── StorageError (OSError)                    the store failed; trying again later may help
+│   ├── ObjectNotFoundError (FileNotFoundError)
+│   └── ReadConflictError                     shards kept vanishing under a read
+└── WriterError (RuntimeError)                the writer cannot do it in its present state
+    ├── WriterClosedError
+    ├── WriterForkedError                     used in a forked child; open a writer there
+    ├── SpoolFullError                        no room, and the policy says raise
+    ├── SpoolUnavailableError                 no directory can hold the spool
+    ├── WorkerError                           the worker does not start or does not stay up
+    └── FlushTimeoutError (TimeoutError)      not durable yet; its cause is the last storage failure
+
+RoutingDatasetWarning (UserWarning)           something foreign or damaged was stepped over
+"""
+
+from __future__ import annotations
+
+
+class RoutingDatasetError(Exception):
+    """Anything that rr_dataset raises on purpose."""
+
+
+class InvalidInputError(RoutingDatasetError, ValueError):
+    """The caller's argument is wrong; nothing was written."""
+
+
+class InvalidRequestIdError(InvalidInputError):
+    """The request id does not follow the dataset's key scheme."""
+
+
+class InvalidRoutingError(InvalidInputError):
+    """Shape, layers, dtype or range of a record do not match the spec."""
+
+
+class SpecMismatchError(InvalidInputError):
+    """The dataset exists with another spec, key scheme or setting."""
+
+
+class RecordTooLargeError(InvalidInputError):
+    """The record does not fit the spool, whatever its state."""
+
+
+class NotFoundError(RoutingDatasetError, LookupError):
+    """What was asked for is not there."""
+
+
+class DatasetNotFoundError(NotFoundError, FileNotFoundError):
+    """There is no dataset at this address."""
+
+
+class RecordNotFoundError(NotFoundError, KeyError):
+    """No visible record has this id."""
+
+    __str__ = Exception.__str__  # KeyError would print the repr of the message
+
+
+class RecordDroppedError(NotFoundError):
+    """The engine gave the record up; the message says why."""
+
+
+class FormatError(RoutingDatasetError, ValueError):
+    """Bytes at rest are not what they claim to be."""
+
+
+class NewerFormatError(FormatError):
+    """Written by a later version of rr_dataset."""
+
+
+class CorruptShardError(FormatError):
+    """A shard that is cut, foreign or damaged."""
+
+
+class CorruptSpoolError(FormatError):
+    """A slab that is cut, foreign or damaged."""
+
+
+class StorageError(RoutingDatasetError, OSError):
+    """The store failed; trying again later may help."""
+
+
+class ObjectNotFoundError(StorageError, FileNotFoundError):
+    """The object is not there, or no longer."""
+
+
+class ReadConflictError(StorageError):
+    """Shards kept vanishing under a read."""
+
+
+class WriterError(RoutingDatasetError, RuntimeError):
+    """The writer cannot do it in its present state."""
+
+
+class WriterClosedError(WriterError):
+    """The writer was closed."""
+
+
+class WriterForkedError(WriterError):
+    """A writer was used in a forked child of the process that opened it."""
+
+
+class SpoolFullError(WriterError):
+    """The spool has no room and the policy is to raise."""
+
+
+class SpoolUnavailableError(WriterError):
+    """No directory can hold the spool."""
+
+
+class WorkerError(WriterError):
+    """The worker process does not start, or does not stay up."""
+
+
+class FlushTimeoutError(WriterError, TimeoutError):
+    """Not durable within the time given; the cause is the last storage failure."""
+
+
+class RoutingDatasetWarning(UserWarning):
+    """Something foreign or damaged lies in a dataset and was stepped over; the rest is readable."""

@@ -1,0 +1,267 @@
+"""From the arguments of `put` to bytes in the spool: everything is checked here, and the ids are copied once.
+
+The checks of shape, layers, ranges and texts come before room is reserved. The range of the ids is checked on the
+way, block by block where they are also cast, so that each block is read from memory once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rr_dataset.errors import InvalidRoutingError
+from rr_dataset.layout import DatasetFormat
+from rr_dataset.record import LAYOUTS, STATUSES, Range, RoutingSpec, Span
+from rr_dataset.slab import array_offsets
+
+BLOCK_BYTES = 1 << 19  # of the source, when casting: a block and its copy stay in the second-level cache
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """One record, checked and ready to be copied.
+
+    routing: [tokens, layers, top_k], a view of the caller's memory. tokens_first: whether that is also its order in
+    memory, which the spool keeps; the worker transposes.
+    """
+
+    request_id: bytes
+    meta: bytes
+    spec: RoutingSpec
+    routing: npt.NDArray[Any]
+    tokens_first: bool
+    present: tuple[Range, ...]  # token rows of `routing` that mean something
+    token_ids: npt.NDArray[np.int32] | None
+    logprobs: npt.NDArray[np.float32] | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the token axis."""
+        return len(self.routing)
+
+    @property
+    def payload_bytes(self) -> int:
+        """What `fill` needs."""
+        return self._offsets()[2]
+
+    def fill(self, payload: npt.NDArray[np.uint8]) -> None:
+        """Copy ids, token ids and log-probabilities into `payload`.
+
+        Raises InvalidRoutingError when an id is out of range; `payload` is then rubbish.
+        """
+        tokens, layers, top_k = self.routing.shape
+        ids_at, logprobs_at, _ = self._offsets()
+        stored = payload[: self.routing.size * self._itemsize].view(self.spec.dtype)
+        if self.tokens_first:
+            target = stored.reshape(tokens, layers, top_k)
+        else:
+            target = stored.reshape(layers, tokens, top_k).transpose(1, 0, 2)
+        if self.present != ((0, tokens),):
+            stored.fill(0)
+        for start, stop in self.present:
+            _copy(target[start:stop], self.routing[start:stop], self.spec.num_experts, start)
+        for array, at in ((self.token_ids, ids_at), (self.logprobs, logprobs_at)):
+            if array is not None:
+                payload[at : at + array.nbytes] = array.view(np.uint8)
+
+    @property
+    def _itemsize(self) -> int:
+        return np.dtype(self.spec.dtype).itemsize
+
+    def _offsets(self) -> tuple[int, int, int]:
+        return array_offsets(
+            self.routing.size * self._itemsize,
+            self.num_tokens,
+            token_ids=self.token_ids is not None,
+            logprobs=self.logprobs is not None,
+        )
+
+
+def take_in(
+    dataset: DatasetFormat,
+    request_id: str,
+    routed_experts: Any,
+    *,
+    layout: str,
+    layers: Sequence[int] | None,
+    token_ids: Any,
+    logprobs: Any,
+    token_start: int,
+    part: bool,
+    status: str | None,
+    missing: Iterable[Range],
+    weight_version: str | int | Iterable[Span] | None,
+    tags: Mapping[str, str] | None,
+) -> Intake:
+    """Check the arguments of `RoutingWriter.put`, which describes them.
+
+    Raises InvalidRequestIdError or InvalidRoutingError.
+    """
+    spec = dataset.spec
+    dataset.keys.parse(request_id)
+    chosen = spec.check_layers(layers)
+    routing = _routing(routed_experts, layout, len(chosen), spec)
+    tokens = len(routing)
+    whole = _whole(token_start, tokens)
+    gaps = _ranges("missing", missing, whole)
+    part = part or chosen != spec.moe_layers
+    status = status or ("partial" if part else "complete")
+    if status not in STATUSES[:-1]:
+        raise InvalidRoutingError(f"status={status!r}: expected one of {', '.join(STATUSES[:-1])}")
+    meta: dict[str, Any] = {"status": status}
+    if token_start:
+        meta["start"] = whole[0]
+    if part:
+        meta["part"] = True
+    if gaps:
+        meta["missing"] = gaps
+    if chosen != spec.moe_layers:
+        meta["layers"] = chosen
+    if isinstance(weight_version, (str, int)):
+        meta["weight"] = str(weight_version)
+    elif weight_version is not None:
+        spans = [(start, stop, str(version)) for start, stop, version in weight_version]
+        _ranges("weight_version", ((start, stop) for start, stop, _ in spans), whole)
+        meta["spans"] = sorted(spans)
+    if tags:
+        meta["tags"] = _tags(tags)
+    ids = _per_token("token_ids", token_ids, tokens, np.dtype(np.int32))
+    probabilities = _per_token("logprobs", logprobs, tokens, np.dtype(np.float32))
+    if ids is not None:
+        meta["token_ids"] = True
+    if probabilities is not None:
+        meta["logprobs"] = True
+    return Intake(
+        request_id=request_id.encode(),
+        meta=json.dumps(meta, separators=(",", ":")).encode(),
+        spec=spec,
+        routing=routing,
+        tokens_first=tokens > 1 and len(chosen) > 1 and abs(routing.strides[0]) > abs(routing.strides[1]),
+        present=_between(gaps, whole),
+        token_ids=ids,
+        logprobs=probabilities,
+    )
+
+
+def to_array(name: str, value: Any) -> npt.NDArray[Any]:
+    """A numpy array of `value`: an array, or a tensor that has `__dlpack__` or `numpy()`, on any device.
+
+    Raises InvalidRoutingError for anything else. Sub-byte and brain floats are refused by name, since some libraries
+    hand them over as integers (Paddle: bfloat16 as uint16).
+    """
+    if isinstance(value, np.ndarray):
+        return value
+    if not hasattr(value, "__dlpack__") and not hasattr(value, "numpy"):
+        raise InvalidRoutingError(f"{name} is a {type(value).__name__}: expected a numpy array or a tensor")
+    dtype = str(getattr(value, "dtype", ""))
+    if name != "logprobs" and "float" in dtype:
+        raise InvalidRoutingError(f"{name} has dtype {dtype}: expected integers")
+    if hasattr(value, "detach"):
+        value = value.detach()
+    if hasattr(value, "cpu"):
+        value = value.cpu()
+    if hasattr(value, "numpy"):
+        return np.asarray(value.numpy())
+    return np.from_dlpack(value)
+
+
+def _routing(value: Any, layout: str, layers: int, spec: RoutingSpec) -> npt.NDArray[Any]:
+    """`value` as [tokens, layers, top_k] view."""
+    if layout not in LAYOUTS:
+        raise InvalidRoutingError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}")
+    array = to_array("routed_experts", value)
+    if array.dtype.kind not in "iu":
+        raise InvalidRoutingError(f"routed_experts has dtype {array.dtype}: expected integers")
+    expected = f"(tokens, {layers}, {spec.top_k})" if layout == "TLK" else f"({layers}, tokens, {spec.top_k})"
+    view = array if layout == "TLK" or array.ndim != 3 else array.transpose(1, 0, 2)
+    if array.ndim != 3 or view.shape[1:] != (layers, spec.top_k):
+        swapped = array.ndim == 3 and (array.shape[0] if layout == "TLK" else array.shape[1]) == layers
+        hint = f'; it looks like layout="{"LTK" if layout == "TLK" else "TLK"}"' if swapped else ""
+        raise InvalidRoutingError(f"routed_experts has shape {array.shape}: expected {expected} in {layout}{hint}")
+    return view
+
+
+def _copy(target: npt.NDArray[Any], source: npt.NDArray[Any], num_experts: int, first_token: int) -> None:
+    """Range-checked copy of [tokens, layers, top_k], cast where the dtypes differ."""
+    if source.dtype == target.dtype:
+        _check(source, num_experts, first_token, 0)
+        np.copyto(target, source)
+        return
+    by_layer = abs(source.strides[1]) > abs(source.strides[0])
+    length = source.shape[by_layer]
+    step = max(1, BLOCK_BYTES * length // max(source.nbytes, 1))
+    for start in range(0, length, step):
+        cut = (slice(None), slice(start, start + step)) if by_layer else (slice(start, start + step),)
+        _check(source[cut], num_experts, first_token if by_layer else first_token + start, start if by_layer else 0)
+        np.copyto(target[cut], source[cut], casting="unsafe")
+
+
+def _check(block: npt.NDArray[Any], num_experts: int, first_token: int, first_layer: int) -> None:
+    if not block.size or np.iinfo(block.dtype).max < num_experts:
+        return
+    unsigned = block.view(block.dtype.str.replace("i", "u"))  # a negative id becomes a large one
+    if int(unsigned.max()) < num_experts:
+        return
+    token, layer, slot = (int(i) for i in np.argwhere(unsigned >= num_experts)[0])
+    raise InvalidRoutingError(
+        f"expert id {int(block[token, layer, slot])} at row {first_token + token}, layer index {first_layer + layer}, "
+        f"slot {slot}: expected 0 to {num_experts - 1}; tell rows without routing by missing="
+    )
+
+
+def _per_token(name: str, value: Any, tokens: int, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
+    if value is None:
+        return None
+    array = np.asarray(value) if isinstance(value, (list, tuple)) else to_array(name, value)
+    if array.shape != (tokens,):
+        raise InvalidRoutingError(f"{name} has shape {array.shape}: expected ({tokens},), one for each row of routing")
+    if array.dtype.kind not in ("iu" if dtype.kind == "i" else "fiu") and array.size:
+        raise InvalidRoutingError(f"{name} has dtype {array.dtype}: expected what fits {dtype}")
+    if dtype.kind == "i" and array.size:
+        low, high = int(array.min()), int(array.max())
+        if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
+            raise InvalidRoutingError(f"{name} holds {low} to {high}: expected what fits {dtype}")
+    return np.ascontiguousarray(array, dtype)
+
+
+def _whole(token_start: Any, tokens: int) -> Range:
+    try:
+        start = index(token_start)
+    except TypeError:
+        start = -1
+    if start < 0:
+        raise InvalidRoutingError(f"token_start={token_start!r}: expected the position of the first token, 0 or more")
+    return start, start + tokens
+
+
+def _ranges(name: str, ranges: Iterable[Range], whole: Range) -> list[Range]:
+    """The non-empty ones in order, joined where they touch."""
+    joined: list[Range] = []
+    for start, stop in sorted((int(start), int(stop)) for start, stop in ranges):
+        if not whole[0] <= start <= stop <= whole[1]:
+            raise InvalidRoutingError(f"{name} has ({start}, {stop}): expected ranges within the record's {whole}")
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        elif start < stop:
+            joined.append((start, stop))
+    return joined
+
+
+def _between(gaps: Sequence[Range], whole: Range) -> tuple[Range, ...]:
+    """What the gaps leave of `whole`, counted from its start."""
+    edges = [whole[0], *(edge for gap in gaps for edge in gap), whole[1]]
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return tuple((start - whole[0], stop - whole[0]) for start, stop in pairs if start < stop)
+
+
+def _tags(tags: Mapping[Any, Any]) -> dict[str, str]:
+    for key, value in tags.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise InvalidRoutingError(f"tags has {key!r}: {value!r}: expected texts")
+    return dict(tags)

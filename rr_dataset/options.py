@@ -1,0 +1,78 @@
+"""Options as frozen dataclasses: units in the names, the reason beside each default, checked when made."""
+
+from __future__ import annotations
+
+import math
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rr_dataset.errors import InvalidInputError
+
+MIB = 1 << 20
+ON_FULL = ("block", "drop", "raise")
+COMPRESSIONS = ("none", "lz4", "zstd")
+
+
+def _default_run_id() -> str:
+    """`RR_RUN_ID`, so that every rank of a job shares it, else a fresh uuid."""
+    return os.environ.get("RR_RUN_ID") or str(uuid.uuid4())
+
+
+@dataclass(frozen=True)
+class WriterOptions:
+    """How a `RoutingWriter` buffers and publishes."""
+
+    spool_bytes: int = 512 * MIB  # a minute of 30k-token requests at 40 a minute
+    slab_bytes: int = 64 * MIB  # several records a slab, eight slabs in turn
+    spool_dir: str | None = None  # None: /dev/shm, or the temporary folder where that has no room
+    max_age_s: float = 1.0  # a busy worker still makes a record visible within about a second
+    idle_seal_s: float = 0.05  # an idle worker waits only for what arrives together
+    on_full: str = "block"  # short stalls cost time, not records
+    block_timeout_s: float = 0.1  # once per outage: below what a serving loop's watchdog notices
+    spool_sync: bool = False  # True: msync and payload checksum in the engine, for a spool that outlives its host
+    compression: str = "none"  # raw reads are 18 times faster; compaction compresses better
+    run_id: str = field(default_factory=_default_run_id)
+    worker_nice: int = 5  # serving goes first
+    drain_timeout_s: float = 20.0  # below the 30 s that orchestrators give before SIGKILL
+    start_timeout_s: float = 30.0  # importing pyarrow from a cold network disk
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
+
+    def __post_init__(self) -> None:
+        if self.spool_dir is not None:
+            object.__setattr__(self, "spool_dir", os.fspath(self.spool_dir))  # paths are welcome
+        _require(self.spool_dir != "", "spool_dir", self.spool_dir, "a directory, or None")
+        for name in ("spool_bytes", "slab_bytes"):
+            value = getattr(self, name)
+            _require(_is_whole(value) and value >= MIB, name, value, "a whole number, at least 1 MiB")
+        _require(self.spool_bytes >= 2 * self.slab_bytes, "spool_bytes", self.spool_bytes, "at least two slabs")
+        for name in ("max_age_s", "idle_seal_s", "block_timeout_s", "drain_timeout_s", "start_timeout_s"):
+            value = getattr(self, name)
+            seconds = (_is_whole(value) or isinstance(value, float)) and 0 <= value < math.inf
+            _require(seconds, name, value, "zero or more seconds")
+        _require(self.on_full in ON_FULL, "on_full", self.on_full, f"one of {', '.join(ON_FULL)}")
+        _require(isinstance(self.spool_sync, bool), "spool_sync", self.spool_sync, "True or False")
+        _require(self.compression in COMPRESSIONS, "compression", self.compression, f"one of {', '.join(COMPRESSIONS)}")
+        nice = _is_whole(self.worker_nice) and 0 <= self.worker_nice <= 19
+        _require(nice, "worker_nice", self.worker_nice, "0 to 19")
+        _require(_is_text(self.run_id), "run_id", self.run_id, "a well-formed text that is not empty")
+        mapping = isinstance(self.storage_options, Mapping)
+        _require(mapping, "storage_options", type(self.storage_options), "a mapping")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    try:
+        return isinstance(value, str) and len(value.encode()) > 0
+    except UnicodeEncodeError:
+        return False
+
+
+def _require(ok: bool, name: str, value: object, expected: str) -> None:
+    if not ok:
+        raise InvalidInputError(f"{name}={value!r}: expected {expected}")

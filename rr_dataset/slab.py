@@ -1,0 +1,284 @@
+"""One slab: a file of entries in shared memory, as schemas/SPOOL.md describes it byte by byte.
+
+A slab is filled many times. Each filling has a sequence number that its writer never uses again; it seeds the checksum
+of every entry header, so what an earlier filling left behind is never taken for an entry of this one.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from rr_dataset.errors import CorruptSpoolError
+
+SLAB_VERSION = 0
+HEADER_BYTES = 4096
+FREE, ACTIVE, SEALED, PUBLISHED, ASIDE = range(5)
+PUT, DROP = 1, 2
+TOKENS_FIRST = 1  # flag: the routing is [tokens, layers, top_k], else [layers, tokens, top_k]
+CHECKSUMMED = 2  # flag: the guard holds the payload's checksum
+
+_SLAB_MAGIC = b"rr-slab\0"
+_ENTRY_MAGIC = 0x45525252  # "RRRE"
+_ALIGN = 64
+# magic, version, header bytes, capacity, sequence, state, end of the entries once sealed
+_SLAB = struct.Struct("<8sIIQQQQ")
+_SEQ_WORD, _STATE_WORD, _END_WORD = 3, 4, 5
+# length and XXH3-64 of the JSON that follows
+_IDENTITY = struct.Struct("<QQ")
+_IDENTITY_AT = 64
+# commit word, XXH3-64 of the payload (0 unless CHECKSUMMED), XXH3-64 of the rest of the entry's header
+_GUARD = struct.Struct("<QQQ")
+# magic, kind, flags, stamp, entry bytes, header bytes, id bytes, meta bytes, zero, tokens
+_ENTRY = struct.Struct("<IHHQQIIIIQ")
+_FIXED = _GUARD.size + _ENTRY.size
+
+
+def _align(n: int) -> int:
+    return -(-n // _ALIGN) * _ALIGN
+
+
+def entry_bytes(request_id: bytes, meta: bytes, payload_bytes: int) -> int:
+    """What an entry takes of a slab."""
+    return _align(_FIXED + len(request_id) + len(meta)) + _align(payload_bytes)
+
+
+def array_offsets(routing_bytes: int, tokens: int, *, token_ids: bool, logprobs: bool) -> tuple[int, int, int]:
+    """Where token_ids (int32) and logprobs (float32) start behind the routing in a payload, and its length."""
+    ids_at = -(-routing_bytes // 8) * 8
+    logprobs_at = ids_at + 4 * tokens * token_ids
+    return ids_at, logprobs_at, logprobs_at + 4 * tokens * logprobs
+
+
+@dataclass(eq=False)
+class Batch:
+    """What one filling holds and what became of it: the unit that becomes durable together."""
+
+    seq: int
+    control: bool = False  # holds drops, no records
+    opened_s: float = 0.0  # monotonic time of the first entry
+    records: int = 0
+    bytes: int = 0
+    done: bool = False
+    failure: str | None = None  # why a batch that is done is not durable
+    waiters: list[Callable[[], None]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Room for one entry: fill `payload` (uint8, 64-byte aligned), then commit or abort it."""
+
+    slab: Slab
+    start: int
+    stop: int
+    payload: npt.NDArray[np.uint8]
+    t_submit: int
+    checksum: int
+
+
+class Slab:
+    """A slab file mapped by the engine. Not thread-safe: the spool's lock guards it, save the payloads."""
+
+    def __init__(self, path: Path, capacity: int) -> None:
+        """Create the file. Raises OSError when there is no room for all of it."""
+        self.path, self.capacity = path, capacity
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, capacity)  # before mapping: a touched page of a full tmpfs is a bus error
+            self._map = mmap.mmap(fd, capacity, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        except BaseException:
+            path.unlink()
+            raise
+        finally:
+            os.close(fd)
+        self.memory = memoryview(self._map)
+        self._words = self.memory[:HEADER_BYTES].cast("Q")
+        self.batch = Batch(0)
+        self.cursor = HEADER_BYTES
+        self.open = 0  # reservations neither committed nor aborted
+        self.closing = False  # to be sealed when the last of them ends
+
+    def identify(self, identity: bytes) -> None:
+        """Write the header of a free slab. Raises CorruptSpoolError if the identity is too long for it."""
+        if _IDENTITY_AT + _IDENTITY.size + len(identity) > HEADER_BYTES:
+            raise CorruptSpoolError(f"the spool's identity takes {len(identity)} bytes; shorten the dataset's URI")
+        _SLAB.pack_into(self.memory, 0, _SLAB_MAGIC, SLAB_VERSION, HEADER_BYTES, self.capacity, 0, FREE, 0)
+        _IDENTITY.pack_into(self.memory, _IDENTITY_AT, len(identity), xxhash.xxh3_64_intdigest(identity))
+        start = _IDENTITY_AT + _IDENTITY.size
+        self.memory[start : start + len(identity)] = identity
+
+    @property
+    def state(self) -> int:
+        """FREE, ACTIVE, SEALED, PUBLISHED or ASIDE; one aligned 8-byte access."""
+        return self._words[_STATE_WORD]
+
+    @state.setter
+    def state(self, value: int) -> None:
+        self._words[_STATE_WORD] = value
+
+    def activate(self, seq: int, *, control: bool) -> None:
+        """Begin a new filling."""
+        self._words[_SEQ_WORD] = seq
+        self.batch, self.cursor, self.open, self.closing = Batch(seq, control), HEADER_BYTES, 0, False
+        self.state = ACTIVE
+
+    def reserve(
+        self, kind: int, flags: int, stamp: int, request_id: bytes, meta: bytes, tokens: int, payload_bytes: int
+    ) -> Reservation:
+        """Append an entry's header; the caller has seen that `entry_bytes` fit behind `cursor`."""
+        start, head = self.cursor, _FIXED + len(request_id) + len(meta)
+        stop = start + _align(head) + _align(payload_bytes)
+        fixed = _ENTRY.pack(_ENTRY_MAGIC, kind, flags, stamp, stop - start, head, len(request_id), len(meta), 0, tokens)
+        header = fixed + request_id + meta
+        checksum = xxhash.xxh3_64_intdigest(header, seed=self.batch.seq)
+        self.memory[start : start + head] = _GUARD.pack(0, 0, checksum) + header
+        self.cursor = stop
+        self.open += 1
+        payload = np.frombuffer(self.memory, np.uint8, payload_bytes, start + _align(head))
+        return Reservation(self, start, stop, payload, stamp, checksum)
+
+    def write_commit(self, reservation: Reservation, *, sync: bool) -> None:
+        """Write the entry's commit word; with `sync` also its payload's checksum, and all of it through to the medium."""
+        guard = self.memory[reservation.start : reservation.start + _GUARD.size].cast("Q")
+        if sync:
+            payload = self.memory[reservation.stop - _align(len(reservation.payload)) : reservation.stop]
+            guard[1] = xxhash.xxh3_64_intdigest(payload)
+        guard[0] = reservation.checksum
+        if sync:
+            start = reservation.start - reservation.start % mmap.PAGESIZE
+            self._map.flush(start, reservation.stop - start)
+
+    def seal(self) -> None:
+        """End the filling."""
+        self._words[_END_WORD] = self.cursor
+        self.state = SEALED
+
+    def close(self, *, unlink: bool) -> None:
+        """Give the file up."""
+        self._words.release()
+        with suppress(BufferError):  # a thread still holds a view: the map goes with it
+            self.memory.release()
+            self._map.close()
+        if unlink:
+            self.path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry as read back. The payload is a read-only view of the slab."""
+
+    kind: int
+    t_submit: int
+    request_id: str
+    meta: Mapping[str, Any]
+    num_tokens: int
+    tokens_first: bool
+    payload: npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class SlabContents:
+    """A slab as read back."""
+
+    seq: int
+    state: int
+    identity: Mapping[str, Any]
+    entries: Sequence[Entry]  # committed ones, in clock order
+    torn: int  # entries that were begun and not committed, or are damaged
+
+
+def read_slab(memory: memoryview, path: Path) -> SlabContents:
+    """All that is committed in a mapped slab, every length checked against it.
+
+    Reading ends at the first entry header that is not of this filling: the end, or where the engine was killed while
+    it wrote one. Raises CorruptSpoolError when the file is no slab, is cut, or is of another version.
+    """
+    seq, state = read_state(path)
+    if len(memory) < HEADER_BYTES:
+        raise CorruptSpoolError(f"{path}: cut to {len(memory)} bytes")
+    _, _, header_bytes, capacity, _, _, end = _SLAB.unpack_from(memory)
+    if header_bytes != HEADER_BYTES or capacity != len(memory) or state > ASIDE:
+        raise CorruptSpoolError(
+            f"{path}: the header says {capacity} bytes in state {state}, the file has {len(memory)}"
+        )
+    length, checksum = _IDENTITY.unpack_from(memory, _IDENTITY_AT)
+    start = _IDENTITY_AT + _IDENTITY.size
+    identity = bytes(memory[start : min(start + length, HEADER_BYTES)])
+    if xxhash.xxh3_64_intdigest(identity) != checksum:
+        raise CorruptSpoolError(f"{path}: the identity in the header is damaged")
+
+    entries: list[Entry] = []
+    torn, at = 0, HEADER_BYTES
+    while at + _FIXED <= len(memory):
+        commit, payload_sum, checksum = _GUARD.unpack_from(memory, at)
+        magic, kind, flags, stamp, size, head, id_bytes, meta_bytes, _, tokens = _ENTRY.unpack_from(
+            memory, at + _GUARD.size
+        )
+        if (
+            magic != _ENTRY_MAGIC
+            or head != _FIXED + id_bytes + meta_bytes
+            or not _align(head) <= size <= len(memory) - at
+        ):
+            break
+        if xxhash.xxh3_64_intdigest(memory[at + _GUARD.size : at + head], seed=seq) != checksum:
+            break
+        payload = memory[at + _align(head) : at + size].toreadonly()
+        if commit != checksum or (flags & CHECKSUMMED and not _sound(payload, payload_sum)):
+            torn += 1
+        else:
+            text = bytes(memory[at + _FIXED : at + head])
+            entries.append(
+                Entry(
+                    kind=kind,
+                    t_submit=stamp,
+                    request_id=text[:id_bytes].decode(),
+                    meta=json.loads(text[id_bytes:]),
+                    num_tokens=tokens,
+                    tokens_first=bool(flags & TOKENS_FIRST),
+                    payload=np.frombuffer(payload, np.uint8),
+                )
+            )
+        at += size
+    damaged = state != ACTIVE and at < end
+    return SlabContents(seq, state, json.loads(identity), entries, torn + damaged)
+
+
+def _sound(payload: memoryview, checksum: int) -> bool:
+    return xxhash.xxh3_64_intdigest(payload) == checksum
+
+
+def read_state(path: Path) -> tuple[int, int]:
+    """Sequence number and state of a slab file, without mapping it; one that was never used is free.
+
+    Raises CorruptSpoolError when the file is no slab of this version.
+    """
+    with path.open("rb") as file:
+        head = file.read(_SLAB.size)
+    if not any(head):
+        return 0, FREE
+    if len(head) < _SLAB.size or not head.startswith(_SLAB_MAGIC):
+        raise CorruptSpoolError(f"{path}: not a slab")
+    _, version, _, _, seq, state, _ = _SLAB.unpack(head)
+    if version != SLAB_VERSION:
+        raise CorruptSpoolError(f"{path}: slab version {version}; recover it with the rr_dataset that wrote it")
+    return seq, state
+
+
+def write_state(path: Path, state: int) -> None:
+    """Set the state of a slab file: one aligned 8-byte write, seen by whoever has it mapped."""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.pwrite(fd, struct.pack("<Q", state), 8 * _STATE_WORD)
+    finally:
+        os.close(fd)

@@ -1,0 +1,334 @@
+"""The one daemon thread in the engine: it starts the worker, restarts it, takes its acknowledgements, seals by age.
+
+The worker is a plain subprocess in a session of its own (engines run in daemonic processes, where multiprocessing
+children are forbidden). Messages are only wake-ups and news; what is sealed and published stands in the slabs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rr_dataset import errors
+from rr_dataset.options import WriterOptions
+from rr_dataset.slab import Batch
+from rr_dataset.spool import Spool
+
+MAX_RESTARTS = 10  # without a publication in between
+FIRST_DELAY_S, LAST_DELAY_S = 0.1, 5.0
+LOG_NAME = "worker.log"
+
+
+class Channel:
+    """JSON messages between engine and worker over one end of a SOCK_SEQPACKET pair."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(0)
+        self._socket = sock
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send without waiting. A peer that is gone, or has many messages unread, misses it."""
+        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            self._socket.send(json.dumps({"kind": kind, **fields}).encode(), socket.MSG_NOSIGNAL)
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """All messages that have come; None once the peer is gone."""
+        messages: list[dict[str, Any]] = []
+        with suppress(BlockingIOError):
+            while True:
+                try:
+                    data = self._socket.recv(1 << 20)
+                except ConnectionResetError:
+                    data = b""
+                if not data:
+                    return messages or None
+                messages.append(json.loads(data))
+        return messages
+
+    def close(self) -> None:
+        """Close this end."""
+        self._socket.close()
+
+
+class Supervisor:
+    """Starts and watches the worker of one spool."""
+
+    def __init__(self, spool: Spool, options: WriterOptions, start: Mapping[str, Any]) -> None:
+        """Launch the worker. `start` are the fields of its first message. Raises WorkerError if it cannot be launched."""
+        self.restarts = 0
+        self.last_error: errors.RoutingDatasetError | None = None  # until the next publication
+        self.gone: errors.WorkerError | None = None  # no worker any more, and none will come
+        self.on_done: Callable[[Sequence[Batch]], None] = lambda _: None
+        self._spool, self._options, self._start = spool, options, {**start, "format": None}
+        self._failures = 0
+        self._retry_at: float | None = None
+        self._seal_wanted = self._stopping = False
+        self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_r, selectors.EVENT_READ)
+        self._thread: threading.Thread | None = None
+        self._launch()
+        _running.add(self)
+
+    @property
+    def worker_pid(self) -> int:
+        """The process id of the present worker, or of the last one."""
+        return self._process.pid
+
+    def greet(self) -> Mapping[str, Any]:
+        """Wait for the worker's hello and begin to supervise; the hello's fields.
+
+        Raises what the worker raised when it opened the dataset, WorkerError if it died, within `start_timeout_s`.
+        """
+        deadline = time.monotonic() + self._options.start_timeout_s
+        while True:
+            self._selector.select(max(deadline - time.monotonic(), 0))
+            messages = self._channel.receive()
+            for message in messages or ():
+                if message["kind"] == "hello":
+                    self._start["format"] = message["format"]
+                    self._thread = threading.Thread(target=self._run, name="rr_dataset-supervisor", daemon=True)
+                    self._thread.start()
+                    return message
+                if message["kind"] == "trouble":
+                    raise _revive(message)
+            if messages is None:
+                raise errors.WorkerError(f"the worker ended before it said hello: {self._last_words()}")
+            if time.monotonic() >= deadline:
+                raise errors.WorkerError(
+                    f"the worker did not open {self._start['uri']} within start_timeout_s="
+                    f"{self._options.start_timeout_s}: {self._last_words()}"
+                )
+
+    def wake(self) -> None:
+        """Have the thread look at the spool. Any thread, also with the spool's lock held."""
+        with suppress(BlockingIOError):
+            os.write(self._wake_w, b"\0")
+
+    def seal_soon(self) -> None:
+        """Have what is in the spool sealed as soon as the worker can take it."""
+        self._seal_wanted = True
+        self.wake()
+
+    def wait(self, batches: Sequence[Batch], timeout_s: float) -> None:
+        """Wait until the batches are durable.
+
+        Raises FlushTimeoutError with the last storage failure as its cause, WorkerError when no worker is left, or
+        WriterError when a slab was set aside.
+        """
+        self.seal_soon()
+        with self._spool.changed:
+            self._spool.changed.wait_for(
+                lambda: self.gone is not None or all(batch.done for batch in batches), timeout_s
+            )
+            waiting = [batch for batch in batches if not batch.done]
+        if waiting and self.gone is not None:
+            raise self.gone
+        if waiting:
+            records = sum(batch.records for batch in waiting)
+            text = f"{records} records are not durable after {timeout_s} s{self.because()}"
+            raise errors.FlushTimeoutError(text) from self.last_error
+        failures = [batch.failure for batch in batches if batch.failure]
+        if failures:
+            raise errors.WriterError("; ".join(failures))
+
+    def call_when_done(self, batch: Batch, call: Callable[[], None]) -> None:
+        """Call once, from any thread, when `wait` for the batch would return at once."""
+        with self._spool.changed:
+            waits = not batch.done and self.gone is None
+            if waits:
+                batch.waiters.append(call)
+        if waits:
+            self.seal_soon()
+        else:
+            call()
+
+    def because(self) -> str:
+        """The present trouble in parentheses, or nothing."""
+        error = self.gone or self.last_error
+        return f" ({error})" if error else ""
+
+    def stop(self, timeout_s: float) -> None:
+        """End thread and worker; what is not yet published stays in the spool."""
+        self._stopping = True
+        self.wake()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        self._channel.close()  # the worker ends when its peer is gone
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        _running.discard(self)
+        self._close_descriptors()
+
+    def forget(self) -> None:
+        """In a forked child: give up the parent's lock and channel, which would outlive the parent here."""
+        os.close(self._spool.lock_fd)
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        self._channel.close()
+        self._selector.close()
+        for fd in (self._wake_r, self._wake_w):
+            os.close(fd)
+
+    # ---- the worker process
+
+    def _launch(self) -> None:
+        if not sys.executable:
+            raise errors.WorkerError("sys.executable is empty: an embedded Python must set it to a python to start")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = [entry or str(Path.cwd()) for entry in sys.path]
+        environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path)}
+        command = [sys.executable, "-m", "rr_dataset.worker", str(theirs.fileno()), str(os.getpid())]
+        with theirs, (self._spool.directory / LOG_NAME).open("ab") as log:
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    pass_fds=(theirs.fileno(), self._spool.lock_fd),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                ours.close()
+                raise errors.WorkerError(f"the worker cannot be started: {error}") from error
+        self._channel = Channel(ours)
+        self._selector.register(self._channel, selectors.EVENT_READ)
+        self._channel.send("start", lock_fd=self._spool.lock_fd, spool=str(self._spool.directory), **self._start)
+
+    def _last_words(self) -> str:
+        """How the worker ended and what its log says last."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1 if self._process.poll() is None else 0)
+        code = self._process.returncode
+        state = "still running" if code is None else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        log = (self._spool.directory / LOG_NAME).read_text(errors="replace")[-2000:].strip()
+        return f"{state}; its log: {log or '(empty)'}"
+
+    def _worker_ended(self) -> None:
+        self._selector.unregister(self._channel)
+        self._channel.close()
+        self._retry(errors.WorkerError(f"the worker ended: {self._last_words()}"))
+
+    def _retry(self, error: errors.WorkerError) -> None:
+        self._failures += 1
+        if self._failures > MAX_RESTARTS:
+            self._give_up(error)
+            return
+        self.last_error = error
+        delay = min(FIRST_DELAY_S * 2 ** (self._failures - 1), LAST_DELAY_S)
+        self._retry_at = time.monotonic() + delay
+
+    def _give_up(self, error: errors.WorkerError) -> None:
+        with self._spool.changed:
+            self.gone = error
+            self._spool.changed.notify_all()
+        self._call_waiters(self._spool.batches())
+
+    def _call_waiters(self, batches: Sequence[Batch]) -> None:
+        with self._spool.changed:
+            calls = [call for batch in batches for call in batch.waiters]
+            for batch in batches:
+                batch.waiters = []
+        for call in calls:
+            call()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping and self.gone is None:
+                self._step()
+        except Exception as error:  # noqa: BLE001 - the engine lives on: flush, close and wait report it
+            gone = errors.WorkerError(f"the supervisor failed: {error!r}")
+            gone.__cause__ = error
+            self._give_up(gone)
+
+    def _step(self) -> None:
+        ready = {key.fileobj for key, _ in self._selector.select(self._timeout_s())}
+        if self._wake_r in ready:
+            os.read(self._wake_r, 4096)
+        if self._channel in ready:
+            self._listen()
+        if self._retry_at is not None and time.monotonic() >= self._retry_at:
+            self._retry_at = None
+            self.restarts += 1
+            try:
+                self._launch()
+            except errors.WorkerError as error:
+                self._retry(error)
+        if self._due_s() == 0:
+            self._seal_wanted = False
+            self._spool.close_active()
+        if self._spool.pending():
+            self._channel.send("wake")
+
+    def _listen(self) -> None:
+        messages = self._channel.receive()
+        for message in messages or ():
+            if message["kind"] == "trouble":
+                self.last_error = _revive(message)
+        finished = self._spool.collect()
+        if finished:
+            self._failures, self.last_error = 0, None
+            self.on_done(finished)
+            self._call_waiters(finished)
+        if messages is None:
+            self._worker_ended()
+
+    def _timeout_s(self) -> float | None:
+        waits = [
+            wait
+            for wait in (self._due_s(), self._retry_at and max(self._retry_at - time.monotonic(), 0))
+            if wait is not None
+        ]
+        return min(waits, default=None)
+
+    def _due_s(self) -> float | None:
+        """Seconds until the active slabs are to be closed; None while the worker could not take them anyway."""
+        opened, pending = self._spool.oldest_active_s(), self._spool.pending()
+        if opened is None or pending > 1:
+            return None
+        if self._seal_wanted:
+            return 0
+        age = self._options.max_age_s if pending else self._options.idle_seal_s
+        return max(opened + age - time.monotonic(), 0)
+
+
+_running: set[Supervisor] = set()
+
+
+def _forget_all() -> None:
+    for supervisor in _running:
+        supervisor.forget()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def _revive(message: Mapping[str, Any]) -> errors.RoutingDatasetError:
+    """The worker's error, of its own class where it is one of ours."""
+    kind = getattr(errors, message["error"], None)
+    if isinstance(kind, type) and issubclass(kind, errors.RoutingDatasetError):
+        return kind(message["text"])
+    return errors.WorkerError(f"{message['error']}: {message['text']}")

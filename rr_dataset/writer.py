@@ -1,0 +1,377 @@
+"""`RoutingWriter`: the engine's hook. It copies a record into the spool and returns."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from rr_dataset.errors import (
+    RecordDroppedError,
+    RoutingDatasetError,
+    SpoolFullError,
+    WriterClosedError,
+    WriterError,
+    WriterForkedError,
+)
+from rr_dataset.intake import Intake, take_in
+from rr_dataset.layout import DatasetFormat
+from rr_dataset.options import WriterOptions
+from rr_dataset.record import Range, RoutingSpec, Span
+from rr_dataset.slab import DROP, PUT, TOKENS_FIRST, Batch
+from rr_dataset.spool import Spool, choose_base
+from rr_dataset.supervisor import Supervisor
+
+LATENCIES = 4096  # puts that the percentiles of stats() look back on
+
+_log = logging.getLogger("rr_dataset")
+
+
+@dataclass(frozen=True)
+class FlushReport:
+    """What became durable since the last report, and what was dropped since then, by reason."""
+
+    records: int
+    bytes: int
+    dropped: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class WriterStats:
+    """A writer at one moment. Counts are since it was opened."""
+
+    accepted: int  # puts that are in the spool or durable
+    durable: int
+    durable_bytes: int
+    dropped: Mapping[str, int]  # by reason
+    dropped_without_row: int  # of these, how many left no row either: the control slabs were full
+    spool_dir: str
+    spool_bytes: int
+    spool_used_bytes: int
+    oldest_age_s: float  # of what is not yet durable
+    put_p50_s: float  # over the last LATENCIES puts
+    put_p99_s: float
+    worker_pid: int
+    worker_restarts: int
+    last_error: str | None  # of the worker, until its next publication
+
+
+class Receipt:
+    """Says what became of one put."""
+
+    __slots__ = ("_outcome", "_supervisor", "ref")
+
+    def __init__(self, supervisor: Supervisor, outcome: Batch | str, ref: str) -> None:
+        self.ref = ref  # the record id: a short text that names this very row
+        self._supervisor = supervisor
+        self._outcome = outcome  # the batch it is in, or why it was dropped
+
+    def durable(self) -> bool:
+        """Whether the record is published; for ever False if it was dropped."""
+        return isinstance(self._outcome, Batch) and self._outcome.done and self._outcome.failure is None
+
+    def wait(self, timeout_s: float = 30.0) -> None:
+        """Wait until the record is published.
+
+        Raises FlushTimeoutError, RecordDroppedError with the reason, or WorkerError when no worker is left.
+        """
+        self._supervisor.wait([self._batch()], timeout_s)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        """As `wait`, without a time-out."""
+        batch = self._batch()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        self._supervisor.call_when_done(batch, lambda: _resolve(loop, future))
+        yield from future.__await__()
+        self._supervisor.wait([batch], 0)
+
+    def _batch(self) -> Batch:
+        if isinstance(self._outcome, str):
+            raise RecordDroppedError(f"record {self.ref} was dropped: {self._outcome}")
+        return self._outcome
+
+
+def _resolve(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+    def set_result() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(set_result)
+
+
+class RoutingWriter:
+    """Writes records of one process into a dataset. Thread-safe; a context manager that closes.
+
+    `put` copies the record into shared memory and returns; a worker process publishes it. What `put` accepted
+    survives a kill of this process, of the worker, or of both, as long as the spool's mount does.
+    """
+
+    def __init__(
+        self, uri: str | os.PathLike[str], options: WriterOptions | None = None, create: RoutingSpec | None = None
+    ) -> None:
+        """Open the dataset at `uri` through a worker process; with `create`, make it first if there is none.
+
+        Raises DatasetNotFoundError, SpecMismatchError (there is a dataset with another spec than `create`),
+        SpoolUnavailableError, or WorkerError.
+        """
+        self.options = options or WriterOptions()
+        self._pid = os.getpid()
+        self._closed = False
+        self._lock = threading.Lock()  # guards the counters below
+        self._accepted = self._durable = self._durable_bytes = self._dropped_without_row = 0
+        self._reported = (0, 0)
+        self._dropped: Counter[str] = Counter()
+        self._unreported: Counter[str] = Counter()
+        self._latencies: deque[float] = deque(maxlen=LATENCIES)
+
+        self.writer_id = secrets.token_hex(8)
+        base = choose_base(self.options.spool_dir, self.options.spool_bytes)
+        self._spool = Spool(
+            base,
+            self.writer_id,
+            spool_bytes=self.options.spool_bytes,
+            slab_bytes=self.options.slab_bytes,
+            sync=self.options.spool_sync,
+        )
+        try:
+            self._supervisor = self._start_worker(os.fspath(uri), create)
+        except BaseException:
+            self._spool.close(remove=True)
+            raise
+        _open_writers.add(self)
+
+    def _start_worker(self, uri: str, create: RoutingSpec | None) -> Supervisor:
+        start = {
+            "uri": uri if "://" in uri else str(Path(uri).absolute()),
+            "storage_options": dict(self.options.storage_options),
+            "create": create.to_dict() if create else None,
+            "writer": self.writer_id,
+            "compression": self.options.compression,
+            "nice": self.options.worker_nice,
+            "drain_timeout_s": self.options.drain_timeout_s,
+        }
+        supervisor = Supervisor(self._spool, self.options, start)
+        try:
+            self._spool.allocate()  # while the worker starts
+            supervisor.on_done = self._count
+            hello = supervisor.greet()
+            self.dataset = DatasetFormat.from_json(hello["format"].encode())
+            self._spool.identify(
+                {
+                    "dataset": self.dataset.uuid,
+                    "uri": start["uri"],
+                    "writer": self.writer_id,
+                    "run_id": self.options.run_id,
+                    "producer": "rollout",
+                    "host": socket.gethostname(),
+                    "pid": self._pid,
+                }
+            )
+            self._spool.on_event = supervisor.wake
+        except BaseException:
+            supervisor.stop(timeout_s=1)
+            raise
+        return supervisor
+
+    # ---- the hot path
+
+    def put(
+        self,
+        request_id: str,
+        routed_experts: Any,
+        layout: str = "TLK",
+        layers: Sequence[int] | None = None,
+        token_ids: Any = None,
+        logprobs: Any = None,
+        token_start: int = 0,
+        part: bool = False,
+        status: str | None = None,
+        missing: Sequence[Range] = (),
+        weight_version: str | int | Sequence[Span] | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> Receipt:
+        """Copy one record into the spool.
+
+        routed_experts: [tokens, layers, top_k] ("TLK") or [layers, tokens, top_k] ("LTK") of any integer dtype and
+            strides, a numpy array or a tensor; logical expert ids, 0 to num_experts - 1.
+        layers: the layer ids of the layer axis, if not all of the spec; the record is then a part.
+        token_ids, logprobs: one for each token of `routed_experts` (int32; float32, NaN where there is none).
+        token_start: position of the first token. part: whether earlier puts of this id stay; a whole put
+            replaces them.
+        status: complete, partial, preempted or aborted; complete for a whole put and partial for a part by default.
+            Everything but partial says that no more parts follow.
+        missing: (start, stop) positions whose routing is unknown; what stands there is not read.
+        weight_version: of the policy, or (start, stop, version) spans. tags: short texts.
+
+        Raises InvalidRequestIdError, InvalidRoutingError or RecordTooLargeError (then nothing is written),
+        WriterClosedError, WriterForkedError, and SpoolFullError under on_full="raise". Never waits for the storage
+        and never raises for it: with a full spool the record is dropped after `block_timeout_s`, the receipt says so.
+        """
+        began = time.perf_counter()
+        self._check_usable()
+        intake = take_in(
+            self.dataset,
+            request_id,
+            routed_experts,
+            layout=layout,
+            layers=layers,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            token_start=token_start,
+            part=part,
+            status=status,
+            missing=missing,
+            weight_version=weight_version,
+            tags=tags,
+        )
+        reservation = self._spool.reserve(
+            PUT,
+            TOKENS_FIRST if intake.tokens_first else 0,
+            intake.request_id,
+            intake.meta,
+            tokens=intake.num_tokens,
+            payload_bytes=intake.payload_bytes,
+            wait_s=self.options.block_timeout_s if self.options.on_full == "block" else 0,
+        )
+        if reservation is None:
+            return self._drop(intake)
+        try:
+            intake.fill(reservation.payload)
+        except BaseException:
+            self._spool.abort(reservation)
+            raise
+        batch = self._spool.commit(reservation)
+        with self._lock:
+            self._accepted += 1
+        self._latencies.append(time.perf_counter() - began)
+        return Receipt(self._supervisor, batch, self._ref(reservation.t_submit))
+
+    def _drop(self, intake: Intake) -> Receipt:
+        if self.options.on_full == "raise":
+            raise SpoolFullError(
+                f"no room for record {intake.request_id.decode()!r} ({intake.payload_bytes} bytes) in {self._spool.directory}"
+                f"{self._supervisor.because()}; raise spool_bytes, or flush before you put more"
+            )
+        reason = "spool full"
+        meta = json.dumps({**json.loads(intake.meta), "status": "dropped", "reason": reason}).encode()
+        reservation = self._spool.reserve(DROP, 0, intake.request_id, meta, tokens=intake.num_tokens, payload_bytes=0)
+        if reservation is not None:
+            self._spool.commit(reservation)
+        with self._lock:
+            self._dropped[reason] += 1
+            self._unreported[reason] += 1
+            self._dropped_without_row += reservation is None
+        ref = "" if reservation is None else self._ref(reservation.t_submit)
+        return Receipt(self._supervisor, reason, ref)
+
+    def _ref(self, t_submit: int) -> str:
+        return f"{t_submit:016x}-{self.writer_id}"
+
+    # ---- flush and close
+
+    def flush(self, timeout_s: float = 30.0) -> FlushReport:
+        """Wait until everything put before this call is durable; what became durable and was dropped since the last report.
+
+        Raises FlushTimeoutError, whose cause is the last storage failure, or WorkerError when no worker is left;
+        nothing is lost by either.
+        """
+        self._check_usable()
+        self._supervisor.wait(self._spool.batches(), timeout_s)
+        with self._lock:
+            before, self._reported = self._reported, (self._durable, self._durable_bytes)
+            dropped, self._unreported = dict(self._unreported), Counter()
+            return FlushReport(self._durable - before[0], self._durable_bytes - before[1], dropped)
+
+    def close(self) -> None:
+        """Flush within `drain_timeout_s`, end the worker and delete the spool. Closing twice is no error.
+
+        Raises as `flush` does; the spool then stays on disk, with what is not yet durable, and says where.
+        """
+        if os.getpid() != self._pid or self._closed:
+            return
+        self._closed = True
+        _open_writers.discard(self)
+        try:
+            self._supervisor.wait(self._spool.batches(), self.options.drain_timeout_s)
+        except WriterError as error:
+            kind = type(error)
+            raise kind(f"{error}; it is kept in {self._spool.directory}") from error.__cause__
+        finally:
+            self._supervisor.stop(timeout_s=self.options.drain_timeout_s)
+            self._spool.close(remove=not self._spool.batches())
+
+    def stats(self) -> WriterStats:
+        """Counters and latencies; cheap enough for a scrape every second."""
+        self._check_usable()
+        latencies = np.array(self._latencies or [0.0])
+        opened = [batch.opened_s for batch in self._spool.batches()]
+        error = self._supervisor.gone or self._supervisor.last_error
+        with self._lock:
+            return WriterStats(
+                accepted=self._accepted,
+                durable=self._durable,
+                durable_bytes=self._durable_bytes,
+                dropped=dict(self._dropped),
+                dropped_without_row=self._dropped_without_row,
+                spool_dir=str(self._spool.directory),
+                spool_bytes=self.options.spool_bytes,
+                spool_used_bytes=self._spool.used_bytes(),
+                oldest_age_s=time.monotonic() - min(opened) if opened else 0.0,
+                put_p50_s=float(np.quantile(latencies, 0.5)),
+                put_p99_s=float(np.quantile(latencies, 0.99)),
+                worker_pid=self._supervisor.worker_pid,
+                worker_restarts=self._supervisor.restarts,
+                last_error=None if error is None else str(error),
+            )
+
+    def __enter__(self) -> RoutingWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _count(self, finished: Sequence[Batch]) -> None:
+        with self._lock:
+            for batch in finished:
+                if not batch.control and batch.failure is None:
+                    self._durable += batch.records
+                    self._durable_bytes += batch.bytes
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise WriterForkedError("this writer belongs to the parent process; open one after the fork")
+        if self._closed:
+            raise WriterClosedError("the writer is closed")
+
+
+_open_writers: set[RoutingWriter] = set()
+
+
+def _close_all() -> None:  # in a forked child each close does nothing
+    for writer in list(_open_writers):
+        try:
+            writer.close()
+        except RoutingDatasetError as error:
+            _log.error("at exit: %s", error)
+
+
+atexit.register(_close_all)
