@@ -57,7 +57,21 @@ class Source(Protocol):
         """
 
 
-@dataclass(frozen=True)
+# What a column holds in every row when the index leaves it out.
+DEFAULTS: dict[str, Any] = {
+    "choice": None,
+    "token_start": 0,
+    "part": False,
+    "reason": None,
+    "missing": [],
+    "weight_version": None,
+    "weight_spans": [],
+    "producer": "rollout",
+    "tags": {},
+}
+
+
+@dataclass(frozen=True, eq=False)
 class PayloadColumns:
     """The payload columns of a spec in file order: token_ids, logprobs, then the layers."""
 
@@ -91,7 +105,7 @@ class PayloadColumns:
 class ShardIndex:
     """What a reader knows of a shard before it reads payload. Immutable, picklable, valid as long as the file is."""
 
-    spec: RoutingSpec
+    payload: PayloadColumns
     components: tuple[str, ...]  # names, parallel to Row.components
     compression: str
     rows: tuple[Row, ...]  # in file order
@@ -102,6 +116,11 @@ class ShardIndex:
     _tokens: Ints  # [rows + 1], running sum of num_tokens
     _sets: npt.NDArray[np.intp]  # [rows], which of `_masks` says what the row has
     _masks: npt.NDArray[np.bool_]  # [sets, columns]
+
+    @property
+    def spec(self) -> RoutingSpec:
+        """What the payload looks like."""
+        return self.payload.spec
 
     def batch_of(self, row: int) -> int:
         """The number of the record batch of a row."""
@@ -117,7 +136,7 @@ class ShardIndex:
 
     def payload_bytes(self, first: int, stop: int) -> Ints:
         """[columns]: payload bytes of the rows from `first` to `stop`."""
-        token_bytes = PayloadColumns.of(self.spec).token_bytes
+        token_bytes = self.payload.token_bytes
         if len(self._masks) == 1:
             sizes: Ints = (self._tokens[stop] - self._tokens[first]) * self._masks[0] * token_bytes
             return sizes
@@ -139,17 +158,10 @@ def encode_index(
 ) -> bytes:
     """The value of `rr.index`. present: columns of each row. batches: number of rows, and ranges [columns, 2]."""
     sets = dict.fromkeys(present)
-    numbers = {columns: i for i, columns in enumerate(sets)}
-    index = {
-        "version": FORMAT_VERSION,
-        "spec": payload.spec.to_dict(),
-        "compression": compression,
-        "inputs": list(inputs),
-        "tombstones_applied": list(tombstones_applied),
-        "num_rows": len(rows),
+    numbers = {present_set: i for i, present_set in enumerate(sets)}
+    columns: dict[str, list[Any]] = {
         "record_id": [row.record_id for row in rows],
         "request_id": [row.request_id for row in rows],
-        "components": {name: [row.components[i] for row in rows] for i, name in enumerate(components)},
         "choice": [row.choice for row in rows],
         "t_submit": [row.t_submit for row in rows],
         "token_start": [row.token_start for row in rows],
@@ -157,18 +169,32 @@ def encode_index(
         "part": [row.part for row in rows],
         "status": [row.status for row in rows],
         "reason": [row.reason for row in rows],
-        "missing": [row.missing for row in rows],
+        "missing": [list(row.missing) for row in rows],
         "weight_version": [row.weight_version for row in rows],
-        "weight_spans": [row.weight_spans for row in rows],
+        "weight_spans": [list(row.weight_spans) for row in rows],
         "run_id": [row.run_id for row in rows],
         "producer": [row.producer for row in rows],
         "tags": [dict(row.tags) for row in rows],
         "checksum": list(checksums),
-        "present_sets": [list(columns) for columns in sets],
-        "present": [numbers[columns] for columns in present],
+    }
+    index = {
+        "version": FORMAT_VERSION,
+        "spec": payload.spec.to_dict(),
+        "compression": compression,
+        "inputs": list(inputs),
+        "tombstones_applied": list(tombstones_applied),
+        "num_rows": len(rows),
+        "components": {name: [row.components[i] for row in rows] for i, name in enumerate(components)},
+        **{name: column for name, column in columns.items() if not _is_default(name, column)},
+        "present_sets": [list(present_set) for present_set in sets],
+        "present": [numbers[present_set] for present_set in present],
         "batches": [{"num_rows": count, "ranges": ranges.ravel().tolist()} for count, ranges in batches],
     }
     return json.dumps(index, separators=(",", ":")).encode("ascii")
+
+
+def _is_default(name: str, column: list[Any]) -> bool:
+    return name in DEFAULTS and column.count(DEFAULTS[name]) == len(column)
 
 
 def read_index(source: Source) -> ShardIndex:
@@ -230,6 +256,8 @@ class _Reader:
 
     def column(self, name: str, *types: type, values: Any = None) -> list[Any]:
         """One value per row."""
+        if values is None and name in DEFAULTS and name not in self._index:
+            return [DEFAULTS[name]] * self.rows
         column = self.value(name, list) if values is None else values
         if type(column) is not list or len(column) != self.rows:
             _corrupt(f"{name} is no list of {self.rows} values, one per row")
@@ -291,7 +319,7 @@ def _decode(index: Any, num_batches: int, footer_at: int) -> ShardIndex:
     first_rows, buffers = _decode_batches(read, len(names), num_batches, footer_at)
     layers = [tuple(itertools.compress(payload.spec.moe_layers, mask[len(VECTORS) :])) for mask in masks.tolist()]
     result = ShardIndex(
-        spec=payload.spec,
+        payload=payload,
         components=tuple(read.value("components", dict)),
         compression=compression,
         rows=_decode_rows(read, num_tokens, [layers[i] for i in sets.tolist()], masks[sets, : len(VECTORS)].tolist()),
@@ -339,11 +367,13 @@ def _decode_batches(
         flat = batch["ranges"]
         if len(flat) != 2 * columns or set(map(type, flat)) != {int} or min(flat) < 0 or max(flat) > footer_at:
             _corrupt(f"ranges is {flat!r:.80}, expected {columns} offsets and lengths within {footer_at} bytes")
-        pairs = np.array(flat, np.int64).reshape(columns, 2)
-        if int(pairs.sum(axis=1).max()) > footer_at:
-            _corrupt(f"a payload buffer ends at byte {pairs.sum(axis=1).max()}, the footer begins at {footer_at}")
+        numbers = np.zeros((columns, 3), np.int64)
+        numbers[:, :2] = np.array(flat, np.int64).reshape(columns, 2)
+        end = int((numbers[:, 0] + numbers[:, 1]).max())
+        if end > footer_at:
+            _corrupt(f"a payload buffer ends at byte {end}, the footer begins at {footer_at}")
         first_rows.append(rows)
-        buffers.append(np.pad(pairs, ((0, 0), (0, 1))))
+        buffers.append(numbers)
         rows += read.integer(batch, "num_rows", 1, read.rows)
     if rows != read.rows:
         _corrupt(f"its batches have {rows} rows, num_rows is {read.rows}")

@@ -13,9 +13,10 @@ import pyarrow as pa
 from rr_dataset.errors import CorruptShardError, InvalidRoutingError
 from rr_dataset.schema import VECTORS
 from rr_dataset.shard.arrow import COMPRESSED_PREFIX_BYTES
-from rr_dataset.shard.index import PayloadColumns, ShardIndex, Source
+from rr_dataset.shard.index import ShardIndex, Source
 from rr_dataset.shard.tiling import copy_tiles
 
+_CACHE_LINE_BYTES = 64
 _VECTOR_DTYPES = (np.int32, np.float32)
 
 
@@ -53,7 +54,6 @@ def read_tiles(
     Raises InvalidRoutingError for a range that the row does not have or an `out` of another shape, CorruptShardError for a
     buffer that does not decode, and what `source.read_runs` raises.
     """
-    payload = PayloadColumns.of(index.spec)
     pieces: list[_Piece] = []
     copies: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
     for tile in tiles:
@@ -62,10 +62,10 @@ def read_tiles(
         if not tile.out.size:
             continue
         dense = tile.out.strides[1:] == (shape[2] * tile.out.itemsize, tile.out.itemsize)
-        target = tile.out if dense else np.empty(shape, tile.out.dtype)
+        target = tile.out if dense else _apart(shape, tile.out.dtype)
         if not dense:
             copies.append((tile.out, target))
-        pieces += _locate(index, tile, payload.numbers(tile.layers), _bytes_of_layers(target))
+        pieces += _locate(index, tile, index.payload.numbers(tile.layers), _bytes_of_layers(target))
     for vector in vectors:
         column = VECTORS.index(vector.column)
         _check_read(index, vector, (), (vector.stop - vector.start,), _VECTOR_DTYPES[column])
@@ -109,6 +109,14 @@ def _check_read(
         raise InvalidRoutingError(f"out is {read.out.shape} {read.out.dtype}, expected {shape} {np.dtype(dtype)}")
 
 
+def _apart(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Memory whose layers are no power of two apart, for a transposing copy: else all of them fall on the same cache lines."""
+    layers, tokens, top_k = shape
+    items = tokens * top_k
+    spaced = np.empty((layers, items + _CACHE_LINE_BYTES // dtype.itemsize), dtype)
+    return spaced[:, :items].reshape(shape)
+
+
 def _bytes_of_layers(target: npt.NDArray[Any]) -> list[memoryview]:
     if not target.flags.c_contiguous:
         return [layer.data.cast("B") for layer in target]
@@ -122,7 +130,7 @@ def _locate(
 ) -> Iterator[_Piece]:
     chosen = list(columns)
     batch = index.batch_of(read.row)
-    skipped = (read.start - index.rows[read.row].token_start) * PayloadColumns.of(index.spec).token_bytes
+    skipped = (read.start - index.rows[read.row].token_start) * index.payload.token_bytes
     starts = (index.starts(batch, read.row) + skipped)[chosen].tolist()
     at, stored, raw = index.buffers(batch)[chosen].T.tolist()
     return map(_Piece, at, stored, raw, starts, targets)

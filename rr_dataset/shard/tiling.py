@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_BLOCK_TOKENS = 128  # of a transposing copy, so that a block of all layers stays in the cache
+_BLOCK_TOKENS = 512  # of a transposing copy, so that a block of all layers stays in the cache
 
 
 def copy_tiles(to: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
