@@ -41,13 +41,20 @@ def create(
     layers: Annotated[
         str | None, typer.Option(metavar="LIST", help="0-based ids of the MoE layers, such as 3-60", show_default=False)
     ] = None,
-    experts: Annotated[int | None, typer.Option(help="Logical experts per layer", show_default=False)] = None,
-    top_k: Annotated[int | None, typer.Option(help="Experts per token", show_default=False)] = None,
-    keys: Annotated[Keys, typer.Option(help="How request ids split into components")] = Keys.FASTDEPLOY,
-    partition_by: Annotated[
-        int | None, typer.Option(help="fastdeploy: components that name the directory, 1 or 2", show_default="1")
+    experts: Annotated[
+        int | None, typer.Option(metavar="N", help="Logical experts per layer", show_default=False)
     ] = None,
-    buckets: Annotated[int | None, typer.Option(help="uuid: number of directories", show_default="256")] = None,
+    top_k: Annotated[int | None, typer.Option(metavar="N", help="Experts per token", show_default=False)] = None,
+    keys: Annotated[
+        Keys, typer.Option(metavar="fastdeploy|uuid|by-step", help="How request ids split into components")
+    ] = Keys.FASTDEPLOY,
+    partition_by: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="fastdeploy: components that name the directory, 1 or 2", show_default="1"),
+    ] = None,
+    buckets: Annotated[
+        int | None, typer.Option(metavar="N", help="uuid: number of directories", show_default="256")
+    ] = None,
     exist_ok: Annotated[bool, typer.Option(help="Accept the same dataset if it is there")] = True,
     as_json: Json = False,
 ) -> None:
@@ -65,7 +72,7 @@ def info(uri: Uri, as_json: Json = False) -> None:
 def ls(
     uri: Uri,
     prefix: Annotated[
-        str | None, typer.Option(help="Only ids that begin with these components", show_default=False)
+        str | None, typer.Option(metavar="PREFIX", help="Only ids that begin with these components", show_default=False)
     ] = None,
     long: Annotated[bool, typer.Option("--long", "-l", help="A line of facts for each record")] = False,
     as_json: Json = False,

@@ -18,8 +18,10 @@ from .options import Json
 
 def demo(
     uri: Annotated[str, typer.Argument(metavar="[URI]", help="Where the dataset goes and stays")] = "demo-dataset",
-    rate: Annotated[float, typer.Option(min=0, help="Requests that finish per second; 0: without a pause")] = 100.0,
-    seed: Annotated[int, typer.Option(help="Of the order in which requests finish")] = 0,
+    rate: Annotated[
+        float, typer.Option(min=0, metavar="N", help="Requests that finish per second; 0: without a pause")
+    ] = 100.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the order in which requests finish")] = 0,
     as_json: Json = False,
 ) -> None:
     """Replay 200 requests of real MoE routing as traffic, read them in another process, compare."""
@@ -50,24 +52,23 @@ def _show_engine(report: EngineReport) -> None:
 
 
 def _show_trainer(report: TrainerReport) -> None:
+    different = report.batch.different + report.everything.different
     output.show_line(f"\ntrainer, process {report.pid}")
     output.show_facts(
         {
             "  put to visible": f"median {report.visible_median_ms:.0f} ms, p99 {report.visible_p99_ms:.0f} ms",
-            "  a batch": _shown_read(report.batch),
-            "  everything": _shown_read(report.everything),
+            "  read a batch": _shown_read(report.batch),
+            "  read everything": _shown_read(report.everything),
+            "  compared": f"{different} RECORDS DIFFER FROM THE SOURCE" if different else "all as the engine had them",
         }
     )
 
 
 def _shown_read(report: ReadReport) -> str:
-    compared = (
-        "all as the engine had them" if not report.different else f"{report.different} RECORDS DIFFER FROM THE SOURCE"
-    )
     return (
-        f"{report.records} records, {report.layers} layers, {report.tokens:,} tokens, "
-        f"{output.shown_bytes(report.payload_bytes)} in {report.seconds * 1e3:.1f} ms "
-        f"({output.shown_bytes(report.payload_bytes / report.seconds)}/s), {compared}"
+        f"{report.records} records, {report.layers} layers, {report.tokens:,} tokens: "
+        f"{output.shown_bytes(report.payload_bytes)} in {report.seconds * 1e3:.1f} ms, "
+        f"{report.records / report.seconds:,.0f} records/s, {output.shown_bytes(report.payload_bytes / report.seconds)}/s"
     )
 
 

@@ -393,7 +393,9 @@ def test_demo(run: Any, tmp_path: Path) -> None:
     assert re.search(r"put +200 records, 98,089 tokens, 6.3 MB\n", shown.out)
     assert re.search(r"put latency +median \d+ us, p99 \d+ us\n", shown.out)
     assert re.search(r"put to visible +median \d+ ms, p99 \d+ ms\n", shown.out)
-    assert len(re.findall(r"\((.*?)/s\), all as the engine had them\n", shown.out)) == 2
+    assert re.search(r"read a batch +32 records, 2 layers, 4,096 tokens: 65.5 kB in .*/s\n", shown.out)
+    assert re.search(r"read everything +200 records, 8 layers, 98,089 tokens: 6.3 MB in .*/s\n", shown.out)
+    assert re.search(r"compared +all as the engine had them\n", shown.out)
     following = re.findall(r"^  rr-dataset (.*)$", shown.out, re.MULTILINE)
     assert [command.split()[0] for command in following] == ["info", "ls", "get"]
     for command in following:

@@ -50,7 +50,7 @@ def listing() -> str:
             text = p.help or ""
             if isinstance(p.show_default, str):
                 text += f" [{p.show_default}]"
-            elif p.default not in (None, False) and p.show_default and not p.required:
+            elif p.default is not None and not isinstance(p.default, bool) and p.show_default and not p.required:
                 text += f" [{getattr(p.default, 'value', p.default)}]"
             if p.param_type_name == "argument":
                 yield p.metavar, text
@@ -62,7 +62,7 @@ def listing() -> str:
         arguments = " ".join(p.metavar for p in command.params if p.param_type_name == "argument")
         out.append(f"rr-dataset {name} {arguments} [OPTIONS]")
         out.append(f"    {command.help.splitlines()[0]}")
-        out += [f"    {names:<27} {text}" for names, text in parameters(command)]
+        out += [f"    {names:<35} {text}" for names, text in parameters(command)]
         out.append("")
     return "```text\n" + "\n".join(out).rstrip() + "\n```\n"
 
@@ -79,7 +79,7 @@ def test_the_examples_run_in_order(
     names: dict[str, Any] = {}
     for block in blocks("python"):
         code = block.replace(f'"{EXAMPLE_DIR}/', f'"{tmp_path}/')
-        exec(compile(code, "README.md", "exec"), names)
+        exec(compile(code, "<README>", "exec"), names)
     assert names["record"].status == "complete"
     assert names["batch"][0].routed_experts.shape == (15, 256, 8)
     ran = 0
@@ -99,8 +99,8 @@ def test_the_examples_run_in_order(
 def test_comments_in_the_examples_say_what_comes_out(tmp_path: Path) -> None:
     names: dict[str, Any] = {}
     writing, reading = blocks("python")
-    exec(compile(writing.replace(f'"{EXAMPLE_DIR}/', f'"{tmp_path}/'), "README.md", "exec"), names)
-    exec(compile(reading.replace(f'"{EXAMPLE_DIR}/', f'"{tmp_path}/'), "README.md", "exec"), names)
+    exec(compile(writing.replace(f'"{EXAMPLE_DIR}/', f'"{tmp_path}/'), "<README>", "exec"), names)
+    exec(compile(reading.replace(f'"{EXAMPLE_DIR}/', f'"{tmp_path}/'), "<README>", "exec"), names)
     checked = 0
     for line in reading.splitlines():
         said = re.fullmatch(
@@ -136,7 +136,7 @@ def test_make_targets_exist() -> None:
 
 
 def test_modules_named_in_readme_exist() -> None:
-    for name in re.findall(r"`(\w+\.py)`", README.read_text()):
+    for name in re.findall(r"`(\w+(?:\.py|/))`", README.read_text()):
         assert (ROOT / "rr_dataset" / name).exists(), name
 
 
