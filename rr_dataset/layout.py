@@ -66,11 +66,17 @@ def partition_path(pairs: Iterable[tuple[str, str | None]]) -> str:
 
     Raises InvalidInputError for pairs that no path says: an empty or too long value, the literal of an absent one, no pair.
     """
-    wanted = tuple(pairs)
-    path = "/".join(f"{name}={ABSENT if value is None else quote_value(value)}" for name, value in wanted)
-    if parse_partition(path) != wanted:
-        raise InvalidInputError(f"{wanted!r} makes no partition path: values are 1 to {MAX_VALUE_BYTES} encoded bytes")
-    return path
+    segments = []
+    for name, value in pairs:
+        text = ABSENT if value is None else quote_value(value)
+        if value == ABSENT or len(text) > MAX_VALUE_BYTES or _LEVEL.fullmatch(segment := f"{name}={text}") is None:
+            raise InvalidInputError(
+                f"{name}={value!r} names no directory: values are 1 to {MAX_VALUE_BYTES} encoded bytes"
+            )
+        segments.append(segment)
+    if not segments:
+        raise InvalidInputError("a partition path has at least one level")
+    return "/".join(segments)
 
 
 def parse_partition(path: str) -> tuple[tuple[str, str | None], ...] | None:

@@ -17,6 +17,8 @@ from strategies import ABSENT_LITERAL, any_texts, key_schemes, keys_of
 
 from rr_dataset.errors import InvalidInputError, InvalidRequestIdError
 from rr_dataset.keys import MAX_CHOICE, RESERVED_NAMES, KeyScheme, Prefix, RequestKey
+from rr_dataset.record import RoutingSpec
+from rr_dataset.schema import shard_schema
 
 FD = KeyScheme.fastdeploy()
 FD2 = KeyScheme.fastdeploy(partition_by=2)
@@ -356,3 +358,8 @@ def test_a_number_of_buckets_that_cannot_work_is_refused(buckets: Any) -> None:
 def test_a_component_cannot_take_the_name_of_another_column(name: str) -> None:
     with pytest.raises(InvalidInputError, match=name):
         replace(STEP, components=("step", name), rest=name)
+
+
+def test_the_names_of_all_other_columns_are_reserved() -> None:
+    columns = set(shard_schema(RoutingSpec((3,), 8, 2), STEP).names)
+    assert columns == RESERVED_NAMES | {"step", "rest", "layer_003"}

@@ -352,6 +352,14 @@ def test_a_damaged_format_is_a_format_error_or_reads_as_it_says(data: st.DataObj
     assert json.loads(stored.to_json()) == json.loads(text)
 
 
+@pytest.mark.parametrize(("group", "name", "value"), [("spec", "moe_layers", [float("inf")]), ("", "grace_s", 10**400)])
+def test_numbers_that_no_float_or_integer_holds_are_a_format_error(group: str, name: str, value: Any) -> None:
+    values = json.loads(FORMAT.to_json())
+    (values[group] if group else values)[name] = value
+    with pytest.raises(FormatError, match="does not describe a dataset"):
+        DatasetFormat.from_json(json.dumps(values).encode())
+
+
 def test_a_newer_format_asks_for_an_upgrade_whatever_else_it_holds() -> None:
     newer = {"format": "rr_dataset", "format_version": FORMAT_VERSION + 1, "shape": "unknown"}
     with pytest.raises(NewerFormatError, match="upgrade"):
