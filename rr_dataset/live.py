@@ -105,8 +105,7 @@ def assemble(rows: Iterable[Row], spec: RoutingSpec) -> RecordHead | None:
 
 def _is_plain(row: Row, spec: RoutingSpec) -> bool:
     return (
-        not row.part
-        and row.layers == spec.moe_layers
+        row.layers == spec.moe_layers
         and row.status != "dropped"
         and row.token_start == 0
         and row.num_tokens > 0
@@ -116,7 +115,7 @@ def _is_plain(row: Row, spec: RoutingSpec) -> bool:
 
 
 def _assemble_plain(row: Row) -> RecordHead:
-    """What `assemble` returns for a single whole put, several times cheaper: most records are one."""
+    """What `assemble` returns for a single row with all layers and tokens, several times cheaper: most records are one."""
     stop = row.num_tokens
     version = row.weight_version
     return RecordHead(
@@ -150,7 +149,7 @@ def _live_rows(rows: tuple[Row, ...], spec: RoutingSpec) -> tuple[Row, ...]:
 
 def _held(row: Row) -> tuple[Range, ...]:
     """The positions that the row has, in each of its layers."""
-    if row.status == "dropped" or not row.num_tokens:
+    if row.status == "dropped":
         return ()
     span = ((row.token_start, row.token_stop),)
     return subtract_ranges(span, merge_ranges(row.missing)) if row.missing else span
