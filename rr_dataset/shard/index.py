@@ -344,6 +344,8 @@ def _decode(index: Any, num_batches: int, footer_at: int) -> ShardIndex:
 def _decode_present(read: _Reader, payload: PayloadColumns) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
     columns = len(payload.names)
     present_sets = read.value("present_sets", list)
+    if not 1 <= len(present_sets) <= read.rows:
+        _corrupt(f"present_sets has {len(present_sets)} entries for {read.rows} rows")
     masks = np.zeros((len(present_sets), columns), np.bool_)
     for mask, present in zip(masks, present_sets, strict=True):
         if type(present) is not list or not set(map(type, present)) <= {int}:
@@ -387,8 +389,10 @@ def _decode_rows(
     components = [
         read.column(name, *optional, values=column) for name, column in read.value("components", dict).items()
     ]
+    if not components:
+        _corrupt("components is empty")
     choices = read.column("choice", int, type(None))
-    tags = read.column("tags", dict)
+    tags = list(map(dict, read.column("tags", dict)))
     if not all(type(text) is str for row in tags for text in row.values()):
         _corrupt(f"tags has {tags!r:.80}, expected texts")
     return tuple(
