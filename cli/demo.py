@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
+import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -73,7 +77,12 @@ def _shown_read(report: ReadReport) -> str:
 
 
 def _show_next(uri: str, request_id: str) -> None:
-    place = shlex.quote(uri)
+    program, place = shlex.quote(_program()), shlex.quote(uri)
     output.show_line("\nThe dataset stays. Look at it:")
     for command in (f"info {place}", f"ls {place} --long", f"get {place} {shlex.quote(request_id)}"):
-        output.show_line(f"  rr-dataset {command}")
+        output.show_line(f"  {program} {command}")
+
+
+def _program() -> str:
+    """What starts this program again in the user's shell, which may not have entered the virtual environment."""
+    return "rr-dataset" if shutil.which("rr-dataset") else os.path.relpath(Path(sys.executable).with_name("rr-dataset"))

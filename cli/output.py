@@ -64,11 +64,11 @@ def show_error(error: Exception) -> None:
 
 def show_warning(
     message: Warning | str,
-    _category: type[Warning],
-    _filename: str,
-    _lineno: int,
-    _file: TextIO | None = None,
-    _line: str | None = None,
+    category: type[Warning],  # noqa: ARG001  # the signature is that of `warnings.showwarning`
+    filename: str,  # noqa: ARG001
+    lineno: int,  # noqa: ARG001
+    file: TextIO | None = None,  # noqa: ARG001
+    line: str | None = None,  # noqa: ARG001
 ) -> None:
     """One yellow line on stderr; stands in for `warnings.showwarning`."""
     _complain(f"warning: {message}", "yellow")

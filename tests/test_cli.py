@@ -386,8 +386,26 @@ def test_help_names_every_command_and_completion(run: Any) -> None:
         assert word in shown.out
 
 
-def test_demo(run: Any, tmp_path: Path) -> None:
-    uri = tmp_path / "it's here"
+@pytest.mark.parametrize("entered", [True, False])
+def test_demo_leaves_a_dataset_to_look_at(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entered: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(script()).parent}:/usr/bin:/bin" if entered else "/usr/bin:/bin")
+    shown = run("demo", "it's here", "--rate", 0)
+    assert (shown.code, shown.err) == (0, "")
+    following = re.findall(r"^  (\S*rr-dataset) (.*)$", shown.out, re.MULTILINE)
+    assert [(program == "rr-dataset", line.split()[0]) for program, line in following] == [
+        (entered, "info"),
+        (entered, "ls"),
+        (entered, "get"),
+    ]
+    for command in following:
+        assert subprocess.run(["sh", "-c", " ".join(command)], capture_output=True, text=True, check=True).stdout
+
+
+def test_demo_says_what_both_sides_did(run: Any, tmp_path: Path) -> None:
+    uri = tmp_path / "a"
     shown = run("demo", uri, "--rate", 0)
     assert (shown.code, shown.err) == (0, "")
     assert re.search(r"put +200 records, 98,089 tokens, 6.3 MB\n", shown.out)
@@ -396,11 +414,6 @@ def test_demo(run: Any, tmp_path: Path) -> None:
     assert re.search(r"read a batch +32 records, 2 layers, 4,096 tokens: 65.5 kB in .*/s\n", shown.out)
     assert re.search(r"read everything +200 records, 8 layers, 98,089 tokens: 6.3 MB in .*/s\n", shown.out)
     assert re.search(r"compared +all as the engine had them\n", shown.out)
-    following = re.findall(r"^  rr-dataset (.*)$", shown.out, re.MULTILINE)
-    assert [command.split()[0] for command in following] == ["info", "ls", "get"]
-    for command in following:
-        sh = subprocess.run(["sh", "-c", f"printf '%s\\n' {command}"], capture_output=True, text=True, check=True)
-        assert run(*sh.stdout.splitlines()).code == 0
     told = run("demo", uri, "--rate", 0, "--json").json
     assert told["engine"]["records"] == told["trainer"]["everything"]["records"] == 200
     assert len(list(rr.open_dataset(uri).ids())) == 400
