@@ -69,6 +69,7 @@ def test_integers_of_numpy_become_plain_ones() -> None:
         {"top_k": 0},
         {"top_k": 9},
         {"top_k": "2"},
+        {"top_k": True},
         {"topk_order": "random"},
         {"dtype": "int32"},
         {"dtype": "uint64"},
