@@ -1,0 +1,108 @@
+"""rr_dataset: the expert routing of Mixture-of-Experts rollouts, stored once, read exactly.
+
+An engine opens a `RoutingWriter` and puts records; a trainer opens the dataset with `open_dataset` and gets them.
+Importing this package loads numpy and nothing heavier: the reading side is imported when one of its names is first used,
+and an engine process never uses one.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from rr_dataset.errors import (
+    CorruptShardError,
+    CorruptSpoolError,
+    DatasetNotFoundError,
+    FlushTimeoutError,
+    FormatError,
+    InvalidInputError,
+    InvalidRequestIdError,
+    InvalidRoutingError,
+    NewerFormatError,
+    NotFoundError,
+    ObjectNotFoundError,
+    ReadConflictError,
+    RecordDroppedError,
+    RecordNotFoundError,
+    RecordTooLargeError,
+    RoutingDatasetError,
+    RoutingDatasetWarning,
+    SpecMismatchError,
+    SpoolFullError,
+    SpoolUnavailableError,
+    StorageError,
+    WorkerError,
+    WriterClosedError,
+    WriterError,
+    WriterForkedError,
+)
+from rr_dataset.keys import KeyScheme
+from rr_dataset.options import WriterOptions
+from rr_dataset.record import RecordHead, RoutingRecord, RoutingSpec
+
+if TYPE_CHECKING:
+    from rr_dataset.dataset import DatasetInfo, RoutingDataset, create_dataset, open_dataset
+    from rr_dataset.writer import FlushReport, Receipt, RoutingWriter
+
+_LAZY = {
+    "DatasetInfo": "rr_dataset.dataset",
+    "RoutingDataset": "rr_dataset.dataset",
+    "create_dataset": "rr_dataset.dataset",
+    "open_dataset": "rr_dataset.dataset",
+    "FlushReport": "rr_dataset.writer",
+    "Receipt": "rr_dataset.writer",
+    "RoutingWriter": "rr_dataset.writer",
+}
+
+__all__ = [
+    "CorruptShardError",
+    "CorruptSpoolError",
+    "DatasetInfo",
+    "DatasetNotFoundError",
+    "FlushReport",
+    "FlushTimeoutError",
+    "FormatError",
+    "InvalidInputError",
+    "InvalidRequestIdError",
+    "InvalidRoutingError",
+    "KeyScheme",
+    "NewerFormatError",
+    "NotFoundError",
+    "ObjectNotFoundError",
+    "ReadConflictError",
+    "Receipt",
+    "RecordDroppedError",
+    "RecordHead",
+    "RecordNotFoundError",
+    "RecordTooLargeError",
+    "RoutingDataset",
+    "RoutingDatasetError",
+    "RoutingDatasetWarning",
+    "RoutingRecord",
+    "RoutingSpec",
+    "RoutingWriter",
+    "SpecMismatchError",
+    "SpoolFullError",
+    "SpoolUnavailableError",
+    "StorageError",
+    "WorkerError",
+    "WriterClosedError",
+    "WriterError",
+    "WriterForkedError",
+    "WriterOptions",
+    "create_dataset",
+    "open_dataset",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

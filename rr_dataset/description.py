@@ -1,0 +1,48 @@
+"""`_rr/format.json` in a store: what every process of a dataset shares, written once."""
+
+from __future__ import annotations
+
+from rr_dataset.errors import (
+    DatasetNotFoundError,
+    FormatError,
+    InvalidInputError,
+    ObjectNotFoundError,
+    SpecMismatchError,
+)
+from rr_dataset.layout import FORMAT_PATH, STAGING_DIR, DatasetFormat
+from rr_dataset.storage import Storage
+
+
+def read_format(storage: Storage) -> DatasetFormat:
+    """What a dataset says of itself. Raises DatasetNotFoundError, FormatError or NewerFormatError."""
+    try:
+        return DatasetFormat.from_json(storage.read_bytes(FORMAT_PATH))
+    except ObjectNotFoundError as error:
+        raise DatasetNotFoundError(
+            f"{storage.uri} is no dataset, it has no {FORMAT_PATH}: check the address, create one with create_dataset() or "
+            "`rr-dataset create`, or let open_dataset(..., wait_s=60) wait for the writer that creates it"
+        ) from error
+    except FormatError as error:
+        raise type(error)(f"{storage.uri}: {error}") from error
+
+
+def ensure_format(storage: Storage, wanted: DatasetFormat, *, exist_ok: bool = True) -> DatasetFormat:
+    """Write `wanted` unless there is a format, durably, and return what is there: of two creators one wins.
+
+    Raises SpecMismatchError when what is there has any other setting, InvalidInputError when it was there and not
+    `exist_ok`.
+    """
+    try:
+        found = read_format(storage)
+    except DatasetNotFoundError:
+        staging = f"create-{wanted.uuid}"
+        storage.create(FORMAT_PATH, wanted.to_json(), staging=staging)
+        storage.remove_empty_dirs(f"{STAGING_DIR}/{staging}")
+        found = read_format(storage)
+    if found.uuid != wanted.uuid and not exist_ok:
+        raise InvalidInputError(f"{storage.uri} is a dataset already: open it, or create another one elsewhere")
+    mismatch = found.mismatch(wanted)
+    if mismatch:
+        raise SpecMismatchError(f"{storage.uri} exists with other settings ({mismatch}): use them, or another place")
+    storage.sync_dirs([FORMAT_PATH.rpartition("/")[0]])  # also for a creator that died before it did
+    return found

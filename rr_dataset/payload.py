@@ -1,0 +1,183 @@
+"""From live rows to arrays: which shard fills which part of which record.
+
+All records of a call are planned first, so that a shard is opened once for all it gives, and a compressed buffer is
+decoded once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rr_dataset.errors import CorruptShardError, InvalidRoutingError
+from rr_dataset.live import merge_ranges, subtract_ranges
+from rr_dataset.record import RecordHead, RoutingRecord, RoutingSpec
+from rr_dataset.selection import Tokens, missing_by_layer, overlaps, stretches, token_ranges
+from rr_dataset.shard import TileRead, VectorRead, read_tiles
+from rr_dataset.snapshot import Located, Reader, Shard, Snapshot
+
+NO_TOKEN_ID = -1  # stands where no row has the token's id, in a record of which some row has ids
+NO_LOGPROB = np.nan
+
+BLOCK_BYTES = 32 << 20  # what one record that is kept may keep alive of its neighbours
+HUGE_PAGES_BYTES = 4 << 20  # numpy asks the kernel for huge pages from here on
+
+_FILLERS = (("token_ids", np.int32, NO_TOKEN_ID), ("logprobs", np.float32, NO_LOGPROB))
+_HAS = {"token_ids": "has_token_ids", "logprobs": "has_logprobs"}
+_ALIGN = 64
+
+
+class Arrays:
+    """Arrays for the records of one call. Small ones are cut from common blocks.
+
+    A block is large enough for huge pages. With an allocation per record of 0.4 MB, its hundred page faults cost more than
+    reading it.
+    """
+
+    def __init__(self, count: int) -> None:
+        """count: how many are expected."""
+        self._left = count
+        self._block = np.empty(0, np.uint8)
+        self._at = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+        """A new C-contiguous array with any content."""
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        room = -size % _ALIGN + size
+        expected, self._left = room * self._left, self._left - 1
+        if size >= HUGE_PAGES_BYTES or not size:
+            return np.empty(shape, dtype)
+        if self._at + room > self._block.size:
+            if expected < HUGE_PAGES_BYTES:
+                return np.empty(shape, dtype)
+            self._block, self._at = np.empty(min(expected, BLOCK_BYTES), np.uint8), 0
+        array: npt.NDArray[Any] = np.ndarray(shape, dtype, self._block, self._at)
+        self._at += room
+        return array
+
+
+class Draft:
+    """One record while its arrays are being filled."""
+
+    def __init__(
+        self,
+        head: RecordHead,
+        rows: Mapping[str, Located],
+        spec: RoutingSpec,
+        layers: tuple[int, ...],
+        tokens: Tokens,
+        arrays: Arrays,
+        out: npt.NDArray[Any] | None = None,
+    ) -> None:
+        """rows: those of the head by record id. Raises InvalidRoutingError for `tokens` or an `out` that do not fit."""
+        self._head = head
+        self._rows = rows
+        self._layers = layers
+        self._ranges = token_ranges(tokens, head.num_tokens, head.request_id)
+        self._length = sum(stop - start for start, stop in self._ranges)
+        shape = (len(layers), self._length, spec.top_k)
+        self._out = out
+        if out is None or not _fits(out, shape, spec.dtype):
+            self._experts = arrays.empty(shape, spec.dtype)
+        else:
+            self._experts = out
+        self._missing = missing_by_layer(head, layers, self._ranges)
+        for layer, gaps in self._missing.items():
+            for start, stop in gaps:
+                for first, a, b in overlaps(self._ranges, start, stop):
+                    self._experts[layers.index(layer), first : first + b - a] = 0
+        self._vectors: dict[str, npt.NDArray[Any]] = {
+            name: np.full(self._length, filler, dtype)
+            for name, dtype, filler in _FILLERS
+            if any(getattr(row, _HAS[name]) for row in head.rows)
+        }
+
+    def reads(self) -> Iterator[tuple[Shard, TileRead | VectorRead]]:
+        """What fills the arrays, and from which shard."""
+        for tile in self._head.tiles:
+            located = self._rows[tile.row.record_id]
+            for first, end in stretches(self._layers, tile.layers):
+                for at, start, stop in overlaps(self._ranges, tile.start, tile.stop):
+                    out = self._experts[first:end, at : at + stop - start]
+                    yield located.shard, TileRead(located.number, self._layers[first:end], start, stop, out)
+        for name, vector in self._vectors.items():
+            left = merge_ranges([(0, self._head.num_tokens)])
+            for row in self._head.rows:
+                if getattr(row, _HAS[name]):
+                    span = ((row.token_start, row.token_stop),)
+                    located = self._rows[row.record_id]
+                    for first, last in subtract_ranges(span, subtract_ranges(span, left)):
+                        for at, start, stop in overlaps(self._ranges, first, last):
+                            out = vector[at : at + stop - start]
+                            yield located.shard, VectorRead(located.number, name, start, stop, out)
+                    left = subtract_ranges(left, span)
+
+    def record(self) -> RoutingRecord:
+        """The record, once everything was read."""
+        head = self._head
+        experts = self._experts
+        if self._out is not None and self._out is not experts:
+            np.copyto(self._out, experts, casting="safe")
+            experts = self._out
+        return RoutingRecord(
+            request_id=head.request_id,
+            components=head.components,
+            choice=head.choice,
+            status=head.status,
+            reason=head.reason,
+            num_tokens=head.num_tokens,
+            missing=merge_ranges(span for spans in self._missing.values() for span in spans) if self._missing else (),
+            weights=head.weights,
+            run_id=head.run_id,
+            tags=head.tags,
+            rows=head.rows,
+            tiles=head.tiles,
+            layers=self._layers,
+            token_ranges=self._ranges,
+            routed_experts=experts,
+            missing_by_layer=self._missing,
+            token_ids=self._vectors.get("token_ids"),
+            logprobs=self._vectors.get("logprobs"),
+        )
+
+
+def fill(drafts: Iterable[Draft], snapshot: Snapshot, reader: Reader) -> None:
+    """Read the arrays of all drafts, shards side by side.
+
+    Raises ObjectNotFoundError when a shard has vanished, CorruptShardError with the path of a damaged one.
+    """
+    jobs: dict[str, tuple[Shard, list[TileRead], list[VectorRead]]] = {}
+    for draft in drafts:
+        for shard, read in draft.reads():
+            job = jobs.get(shard.path)
+            if job is None:
+                job = jobs[shard.path] = (shard, [], [])
+            if isinstance(read, TileRead):
+                job[1].append(read)
+            else:
+                job[2].append(read)
+
+    def run(job: tuple[Shard, list[TileRead], list[VectorRead]]) -> None:
+        shard, tiles, vectors = job
+        with snapshot.open(shard, reader.storage) as source:
+            try:
+                read_tiles(source, shard.index, tiles, vectors)
+            except CorruptShardError as error:
+                raise CorruptShardError(f"{reader.storage.uri}: {shard.path}: {error}") from error
+
+    reader.workers.each(run, list(jobs.values()))
+
+
+def _fits(out: npt.NDArray[Any], shape: Sequence[int], dtype: str) -> bool:
+    """Whether `out` can be filled directly; raises InvalidRoutingError if it cannot be filled at all."""
+    if not isinstance(out, np.ndarray):
+        raise InvalidRoutingError(f"out is a {type(out).__name__}: expected a numpy array of {tuple(shape)} {dtype}")
+    if out.shape != tuple(shape) or not np.can_cast(dtype, out.dtype, "safe"):
+        raise InvalidRoutingError(f"out is {out.shape} {out.dtype}: expected {tuple(shape)} and {dtype} or wider")
+    if not out.flags.writeable:
+        raise InvalidRoutingError("out is read-only: pass an array that can be written")
+    return out.dtype == dtype

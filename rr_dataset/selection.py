@@ -1,0 +1,119 @@
+"""Which layers and tokens of a record are asked for, and what is missing of them. Pure.
+
+`tokens` is None (all), a slice with step 1 (negative ends count from the end, as in Python), or a list of (start, stop)
+ranges of absolute positions in any order. Unlike in Python, nothing is clipped: beyond the record is an error.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import SupportsIndex, TypeGuard
+
+from rr_dataset.errors import InvalidRoutingError
+from rr_dataset.live import intersect_ranges, merge_ranges, subtract_ranges
+from rr_dataset.record import Range, RecordHead
+
+Tokens = slice | Sequence[Range] | None
+
+_EXPECTED = "expected None, a slice, or a list of (start, stop) ranges"
+
+
+def token_ranges(tokens: Tokens, num_tokens: int, request_id: str) -> tuple[Range, ...]:
+    """`tokens` as ranges within 0 to `num_tokens`, in the order asked, none empty.
+
+    Raises InvalidRoutingError for what is out of range, a step, or another type.
+    """
+    if tokens is None:
+        return ((0, num_tokens),) if num_tokens else ()
+    if isinstance(tokens, slice):
+        if tokens.step not in (None, 1):
+            raise InvalidRoutingError(f"tokens={tokens!r}: expected a step of 1; slice the array that was read instead")
+        first = _position(tokens.start, 0, num_tokens, tokens)
+        last = _position(tokens.stop, num_tokens, num_tokens, tokens)
+        asked: tuple[Range, ...] = ((first, last),) if first <= last or last < 0 else ((first, first),)
+    elif is_ranges(tokens):
+        asked = tuple((operator.index(start), operator.index(stop)) for start, stop in tokens)
+    else:
+        raise InvalidRoutingError(f"tokens={tokens!r}: {_EXPECTED}")
+    for start, stop in asked:
+        if not 0 <= start <= stop <= num_tokens:
+            raise InvalidRoutingError(
+                f"tokens {start} to {stop} are not in {request_id!r}, which has {num_tokens} tokens (0 to {num_tokens})"
+            )
+    return tuple(span for span in asked if span[0] < span[1])
+
+
+def tokens_per_id(tokens: Tokens | Sequence[Tokens], count: int) -> Sequence[Tokens]:
+    """One selection for each of `count` ids: the same for all, or one per id.
+
+    A list of (start, stop) pairs is one selection for all. Raises InvalidRoutingError for another number of selections.
+    """
+    if tokens is None or isinstance(tokens, slice) or is_ranges(tokens):
+        return [tokens] * count
+    if not isinstance(tokens, (list, tuple)):
+        raise InvalidRoutingError(f"tokens={tokens!r}: {_EXPECTED}, or a list with one of these per id")
+    if len(tokens) != count:
+        raise InvalidRoutingError(f"tokens has {len(tokens)} selections for {count} ids: {_EXPECTED}, or one per id")
+    return tokens
+
+
+def is_ranges(tokens: object) -> TypeGuard[Sequence[Range]]:
+    """Whether this is a list of (start, stop) pairs; an empty list is."""
+    return isinstance(tokens, (list, tuple)) and all(
+        isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(end, SupportsIndex) for end in pair)
+        for pair in tokens
+    )
+
+
+def missing_by_layer(head: RecordHead, layers: Sequence[int], ranges: Sequence[Range]) -> dict[int, tuple[Range, ...]]:
+    """For each layer that lacks some of the tokens asked for: the positions, sorted and disjoint."""
+    if not head.missing:
+        return {}
+    asked = merge_ranges(ranges)
+    if not intersect_ranges(asked, head.missing):
+        return {}
+    held: dict[int, list[Range]] = {layer: [] for layer in layers}
+    for tile in head.tiles:
+        for layer in tile.layers:
+            if layer in held:
+                held[layer].append((tile.start, tile.stop))
+    gaps = {layer: subtract_ranges(asked, merge_ranges(spans)) for layer, spans in held.items()}
+    return {layer: missing for layer, missing in gaps.items() if missing}
+
+
+def overlaps(ranges: Sequence[Range], start: int, stop: int) -> list[tuple[int, int, int]]:
+    """(position on the token axis, start, stop) of each piece of `ranges` within start to stop."""
+    found = []
+    at = 0
+    for first, last in ranges:
+        a, b = max(first, start), min(last, stop)
+        if a < b:
+            found.append((at + a - first, a, b))
+        at += last - first
+    return found
+
+
+def stretches(layers: Sequence[int], chosen: Sequence[int]) -> list[tuple[int, int]]:
+    """The runs (first, end) of positions in `layers` whose ids are in `chosen`."""
+    if layers == chosen:
+        return [(0, len(layers))]
+    wanted = frozenset(chosen)
+    runs: list[tuple[int, int]] = []
+    for at, layer in enumerate(layers):
+        if layer in wanted:
+            if runs and runs[-1][1] == at:
+                runs[-1] = (runs[-1][0], at + 1)
+            else:
+                runs.append((at, at + 1))
+    return runs
+
+
+def _position(end: SupportsIndex | None, default: int, num_tokens: int, tokens: slice) -> int:
+    if end is None:
+        return default
+    try:
+        position = operator.index(end)
+    except TypeError:
+        raise InvalidRoutingError(f"tokens={tokens!r}: expected whole numbers") from None
+    return position + num_tokens if position < 0 else position

@@ -1,0 +1,304 @@
+"""One consistent view of some partitions: steps 1 to 4 of the reader's protocol.
+
+1. List the shards of every partition asked for; a missing directory is an empty partition.
+2. List the tombstones after that: the other order could show an older version of a record.
+3. Start over if both took longer than half the grace (a listing is no snapshot), or if a shard vanished before it was read.
+4. Hide shards that another listed one names as its inputs, and shards and rows under tombstones.
+
+Listings are never kept. Indexes of shards are, but serve only for what **this** call listed.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Lock
+from types import TracebackType
+from typing import NamedTuple, TypeVar
+
+from rr_dataset.errors import (
+    CorruptShardError,
+    NewerFormatError,
+    ObjectNotFoundError,
+    ReadConflictError,
+    RoutingDatasetWarning,
+)
+from rr_dataset.layout import DatasetFormat, ShardName, parse_partition, parse_shard_name
+from rr_dataset.record import Row
+from rr_dataset.shard import ShardIndex, read_index
+from rr_dataset.storage import Entry, OpenSource, Storage
+from rr_dataset.tombstones import TombstoneCache, TombstoneSet, list_tombstones
+
+MAX_ATTEMPTS = 5  # each finds a later state of the store; losing five races in a row means that something else is wrong
+INDEX_CACHE_BYTES = 256 << 20
+MAX_OPEN = 256  # descriptors kept from reading indexes to reading payloads; shells allow 1024 a process
+
+SHARD_BYTES = 4096  # of an index without its rows
+ROW_BYTES = 1536  # of one row's texts and numbers; its batch's buffer ranges come on top
+READ_THREADS = 8
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+class Listed(NamedTuple):
+    """A shard in a listing."""
+
+    path: str
+    entry: Entry
+    name: ShardName
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A shard whose index is known, with the numbers of the rows of each request id."""
+
+    path: str
+    entry: Entry
+    name: ShardName
+    index: ShardIndex
+    numbers: Mapping[str, Sequence[int]]
+
+    @property
+    def footprint(self) -> int:
+        """About how many bytes of memory the index takes, rather more than less."""
+        columns = len(self.index.spec.moe_layers) + 2
+        return SHARD_BYTES + len(self.index.rows) * (ROW_BYTES + 16 * columns)
+
+
+class Located(NamedTuple):
+    """A row and where its payload is."""
+
+    row: Row
+    shard: Shard
+    number: int
+
+
+@dataclass
+class Snapshot:
+    """What is visible in some partitions. Close it: it may hold shards open."""
+
+    shards: dict[str, list[Shard]]  # by partition
+    tombstones: TombstoneSet
+    damaged: dict[str, list[str]]  # paths of shards stepped over, by partition
+    sources: dict[str, OpenSource] = field(default_factory=dict)  # open shards by path
+
+    def rows(self, partition: str, request_ids: Iterable[str] | None = None) -> dict[str, list[Located]]:
+        """The visible rows of the ids asked for (None: all) by request id; an id without any is left out."""
+        wanted = None if request_ids is None else frozenset(request_ids)
+        found: dict[str, list[Located]] = {}
+        for shard in self.shards[partition]:
+            for request_id in shard.numbers if wanted is None else wanted & shard.numbers.keys():
+                for number in shard.numbers[request_id]:
+                    row = shard.index.rows[number]
+                    if not self.tombstones.covers(row):
+                        found.setdefault(request_id, []).append(Located(row, shard, number))
+        return found
+
+    def open(self, shard: Shard, storage: Storage) -> OpenSource:
+        """The shard, opened if it is not yet. Raises ObjectNotFoundError if it has vanished."""
+        source = self.sources.pop(shard.path, None)
+        return storage.open(shard.path) if source is None else source
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for source in self.sources.values():
+            source.close()
+
+
+class IndexCache:
+    """Indexes of shards by path, bounded in bytes; the longest unused go first. Thread-safe."""
+
+    def __init__(self, limit_bytes: int = INDEX_CACHE_BYTES) -> None:
+        self._limit = limit_bytes
+        self._bytes = 0
+        self._shards: OrderedDict[str, Shard] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, path: str, entry: Entry) -> Shard | None:
+        """The shard if it is known and still the object that was listed."""
+        with self._lock:
+            shard = self._shards.get(path)
+            if shard is None or shard.entry != entry:
+                return None
+            self._shards.move_to_end(path)
+            return shard
+
+    def add(self, shard: Shard) -> None:
+        """Keep a shard; one larger than the whole cache is not kept."""
+        with self._lock:
+            old = self._shards.pop(shard.path, None)
+            if old is not None:
+                self._bytes -= old.footprint
+            self._shards[shard.path] = shard
+            self._bytes += shard.footprint
+            while self._bytes > self._limit:
+                _, oldest = self._shards.popitem(last=False)
+                self._bytes -= oldest.footprint
+
+
+class Workers:
+    """The reading threads of one dataset in one process, started when first needed."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, "rr-read")
+
+    def each(self, work: Callable[[_T], None], items: Sequence[_T], at_once: int | None = None) -> None:
+        """`work` on every item: the caller and at most `at_once - 1` threads take them in turns.
+
+        The first error stops the rest, and is raised once all have stopped.
+        """
+        queue = iter(items)
+        failed: list[BaseException] = []
+
+        def drain() -> None:
+            for item in queue:
+                if failed:
+                    return
+                try:
+                    work(item)
+                except BaseException as error:  # noqa: BLE001 -- raised in the caller
+                    failed.append(error)
+
+        helpers = min(at_once or self._threads, self._threads, len(items)) - 1
+        futures = [self._pool.submit(drain) for _ in range(helpers)]
+        drain()
+        for future in futures:
+            if not future.cancel():
+                future.result()
+        if failed:
+            raise failed[0]
+
+
+class Reader:
+    """Takes snapshots of one dataset in one process. Thread-safe."""
+
+    def __init__(self, storage: Storage, fmt: DatasetFormat) -> None:
+        self.storage = storage
+        self.workers = Workers(READ_THREADS)
+        self._format = fmt
+        self._indexes = IndexCache()
+        self._tombstones = TombstoneCache(fmt.keys)
+        self._warned: set[str] = set()
+
+    def read(self, partitions: Sequence[str], use: Callable[[Snapshot], _R], *, keep_open: bool = False) -> _R:
+        """`use` on a snapshot of the partitions, again from the start while shards vanish under it.
+
+        keep_open: leave shards open whose index had to be read, for `Snapshot.open`.
+
+        Raises ReadConflictError after some attempts. `use` may run more than once and must not change what it is given.
+        """
+        limit_s = self._format.grace_s / 2
+        problem: ObjectNotFoundError | None = None
+        for _ in range(MAX_ATTEMPTS):
+            started = time.monotonic()
+            try:
+                listed = self.listing(partitions)
+                tombstones = list_tombstones(self.storage, self._tombstones)
+                if time.monotonic() - started > limit_s:
+                    continue
+                with Snapshot({}, tombstones, {}) as snapshot:
+                    self._load(listed, snapshot, keep_open=keep_open)
+                    return use(snapshot)
+            except ObjectNotFoundError as error:
+                problem = error
+        reason = "a file vanished each time" if problem else f"listing took longer than {limit_s:g} s each time"
+        raise ReadConflictError(
+            f"{self.storage.uri}: {MAX_ATTEMPTS} attempts to read failed, {reason}; try again when less is deleted at once"
+        ) from problem
+
+    def listing(self, partitions: Sequence[str]) -> dict[str, list[Listed]]:
+        """The shards in each partition: path, entry, name. Files that are none are warned of once, and left out."""
+        entries: dict[str, list[Entry]] = {}
+
+        def one(partition: str) -> None:
+            entries[partition] = self.storage.list(partition)
+
+        self.workers.each(one, partitions, 1)
+        listed = {}
+        for partition in partitions:
+            shards = []
+            for entry in entries[partition]:
+                path = f"{partition}/{entry.name}"
+                name = parse_shard_name(entry.name)
+                if name is not None:
+                    shards.append(Listed(path, entry, name))
+                elif entry.name[0] not in "._":
+                    self._warn(path, "is no shard of this dataset")
+            listed[partition] = shards
+        return listed
+
+    def _load(self, listed: dict[str, list[Listed]], snapshot: Snapshot, *, keep_open: bool) -> None:
+        """Fill the snapshot with what is visible of the listed shards, reading the indexes that are not known."""
+        tombstones = snapshot.tombstones
+        loaded: dict[str, Shard | CorruptShardError] = {}
+        unknown: list[Listed] = []
+        for partition, shards in listed.items():
+            pairs = parse_partition(partition) or ()
+            for item in shards:
+                # A compacted shard is read even when it is covered: it still hides its inputs.
+                if item.name.level == 0 and tombstones.covers_shard(item.name, pairs):
+                    continue
+                known = self._indexes.get(item.path, item.entry)
+                if known is None:
+                    unknown.append(item)
+                else:
+                    loaded[item.path] = known
+
+        def read(item: Listed) -> None:
+            source = self.storage.open(item.path)
+            if keep_open and len(snapshot.sources) < MAX_OPEN:
+                snapshot.sources[item.path] = source
+                loaded[item.path] = self._load_one(item, source)
+            else:
+                with source:
+                    loaded[item.path] = self._load_one(item, source)
+
+        self.workers.each(read, unknown)
+        for partition, shards in listed.items():
+            self._fill(partition, [(item.path, loaded[item.path]) for item in shards if item.path in loaded], snapshot)
+
+    def _load_one(self, item: Listed, source: OpenSource) -> Shard | CorruptShardError:
+        """The shard, or what is wrong with it."""
+        try:
+            index = read_index(source)
+        except CorruptShardError as error:
+            return error
+        except NewerFormatError as error:
+            raise NewerFormatError(f"{self.storage.uri}: {item.path}: {error}") from error
+        if index.spec != self._format.spec or index.components != self._format.keys.components:
+            return CorruptShardError("it has the spec or the key scheme of another dataset")
+        numbers: dict[str, list[int]] = {}
+        for number, row in enumerate(index.rows):
+            numbers.setdefault(row.request_id, []).append(number)
+        shard = Shard(*item, index, numbers)
+        self._indexes.add(shard)
+        return shard
+
+    def _fill(self, partition: str, loaded: list[tuple[str, Shard | CorruptShardError]], snapshot: Snapshot) -> None:
+        visible, damaged, hidden = [], [], set[str]()
+        pairs = parse_partition(partition) or ()
+        for path, shard in loaded:
+            if isinstance(shard, CorruptShardError):
+                damaged.append(path)
+                self._warn(path, f"is damaged and was stepped over: {shard}")
+                continue
+            hidden.update(shard.index.inputs)
+            if not snapshot.tombstones.covers_shard(shard.name, pairs):
+                visible.append(shard)
+        snapshot.shards[partition] = [shard for shard in visible if shard.entry.name not in hidden]
+        snapshot.damaged[partition] = damaged
+
+    def _warn(self, path: str, problem: str) -> None:
+        if path not in self._warned:
+            self._warned.add(path)
+            warnings.warn(f"{self.storage.uri}: {path} {problem}", RoutingDatasetWarning, stacklevel=2)
