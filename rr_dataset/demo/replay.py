@@ -44,7 +44,9 @@ class Replay:
     ) -> None:
         for process in (self._trainer, self._engine):
             process.kill()
-            process.communicate()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
 
     def engine(self) -> EngineReport:
         """Wait for the engine process; RoutingDatasetError if it failed, its own message is on stderr then."""

@@ -57,7 +57,7 @@ def run_trainer(uri: str, epoch: int) -> TrainerReport:
     source = {rollout.request_id(epoch): rollout for rollout in load_rollouts()}
     dataset = open_dataset(uri)
     seen_ms = _watch(dataset, set(source))
-    put_ms = {head.request_id: millis(head.rows[0].t_submit) for head in dataset.heads(source) if head is not None}
+    put_ms = {head.request_id: millis(head.rows[0].t_submit) for head in dataset.heads(source)}
     median, p99 = np.percentile([seen_ms[i] - put_ms[i] for i in source], (50, 99)).tolist()
     batch = dict(list(source.items())[:: len(source) // BATCH][:BATCH])
     return TrainerReport(
@@ -100,14 +100,12 @@ def _read(
             rollout.token_ids[asked].astype(np.int32),
             rollout.logprobs[asked],
         )
-        same = record is not None and record.status == "complete" and not record.missing and _same(record, wanted)
-        different += not same
-    shapes = [record.routed_experts.shape for record in records if record is not None]
+        different += not (record.status == "complete" and not record.missing and _same(record, wanted))
     return ReadReport(
         records=len(records),
         layers=len(layers),
-        tokens=sum(shape[1] for shape in shapes),
-        payload_bytes=sum(shape[0] * shape[1] * shape[2] for shape in shapes),
+        tokens=sum(record.routed_experts.shape[1] for record in records),
+        payload_bytes=sum(record.routed_experts.nbytes for record in records),
         seconds=seconds,
         different=different,
     )
