@@ -54,10 +54,7 @@ def quote_value(value: str) -> str:
 
 def unquote_value(text: str) -> str | None:
     """The value of `quote_value`; None for what it never returns."""
-    try:
-        value = unquote(text, errors="strict")
-    except UnicodeDecodeError:
-        return None
+    value = unquote(text)  # bytes that are no UTF-8 become U+FFFD, which quotes otherwise
     return value if quote_value(value) == text else None
 
 
