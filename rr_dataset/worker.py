@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 
 from rr_dataset.clock import wall_ms
-from rr_dataset.dataset import create_dataset, read_format
+from rr_dataset.dataset import create_dataset
+from rr_dataset.description import read_format
 from rr_dataset.errors import (
     CorruptSpoolError,
     DatasetNotFoundError,
