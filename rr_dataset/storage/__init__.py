@@ -1,0 +1,40 @@
+"""Where a dataset lies: one `Storage` for each kind of store, and `open_storage`.
+
+Paths are relative to the dataset's root, with "/" between their parts; "" is the root.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from rr_dataset.errors import InvalidInputError
+from rr_dataset.storage.base import Buffer, Entry, OpenSource, Storage
+from rr_dataset.storage.local import LocalStorage
+
+__all__ = ["Buffer", "Entry", "OpenSource", "Storage", "open_storage"]
+
+
+def open_storage(uri: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:
+    """The store behind `uri`: a path or `file:///path`. Touches nothing; a missing root is an empty store.
+
+    Raises InvalidInputError for another scheme, an empty `uri`, or options the store does not know.
+    """
+    text = os.fspath(uri)
+    if re.match(r"file:", text, re.IGNORECASE):
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+            raise InvalidInputError(
+                f"{text!r}: a file URI names an absolute path on this host, as file:///data/routing"
+            )
+        text = unquote(parts.path)
+    elif scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text):
+        raise InvalidInputError(f"{text!r}: no storage for {scheme[1]}://; give a path or a file:// URI")
+    if not text or "\0" in text:
+        raise InvalidInputError(f"{text!r}: expected the path of a dataset")
+    if storage_options:
+        raise InvalidInputError(f"storage_options {sorted(storage_options)}: a local path takes none")
+    return LocalStorage(text)

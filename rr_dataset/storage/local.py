@@ -1,0 +1,180 @@
+"""A directory as a store, on a local or shared file system.
+
+An object is written under `_rr/tmp/<staging>/`, synced, and published with link(2), which never replaces: a visible
+name is a whole file, and a crash leaves a stage file at most. File systems without hard links (some FUSE and SMB
+mounts) publish with renameat2(RENAME_NOREPLACE); where that is missing too, creating fails with a clear error.
+"""
+
+# Text paths and os calls: pathlib would cost more than the calls on the hot path.
+# ruff: noqa: PTH100, PTH102, PTH106, PTH108, PTH112, PTH120
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TypeVar
+
+from rr_dataset.errors import InvalidInputError
+from rr_dataset.layout import FORMAT_PATH, STAGING_DIR
+from rr_dataset.storage.base import Buffer, Entries, Entry, Names
+from rr_dataset.storage.files import LocalSource, StorageErrors, publish, sync_dir, write_all
+
+_T = TypeVar("_T")
+
+_DIR_SYNC_THREADS = 4  # a disk flushes several at once
+_MAX_DIR_REMOVALS = 100  # how often in a row a deleter may remove the directory that a create has just made
+_NO_SUCH_PARTS = frozenset(("", ".", ".."))
+_NOT_REMOVABLE = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY))  # `.nfs*` leftovers of open files too
+
+
+class LocalStorage:
+    """A directory as a store: see `Storage` for what its methods promise."""
+
+    def __init__(self, root: str) -> None:
+        self._root = os.path.abspath(root)
+
+    @property
+    def uri(self) -> str:
+        """The absolute path of the root."""
+        return self._root
+
+    def list(self, path: str) -> Entries:
+        """Regular files only; one that vanishes meanwhile is left out."""
+        entries = []
+        for entry in self._scan(path):
+            with StorageErrors(entry.path), suppress(FileNotFoundError):
+                if entry.is_file(follow_symlinks=False):
+                    status = entry.stat(follow_symlinks=False)
+                    entries.append(Entry(entry.name, status.st_size, status.st_mtime))
+        return entries
+
+    def list_dirs(self, path: str) -> Names:
+        """Directories only, no links to them."""
+        return [entry.name for entry in self._scan(path) if entry.is_dir(follow_symlinks=False)]
+
+    def open(self, path: str) -> LocalSource:
+        """Open for ranged reads. Raises ObjectNotFoundError."""
+        return LocalSource(self._absolute(path))
+
+    def read_bytes(self, path: str) -> bytes:
+        """The whole object. Raises ObjectNotFoundError."""
+        with self.open(path) as source:
+            return source.read(0, source.size)
+
+    def create(self, path: str, data: Buffer | Sequence[Buffer], *, staging: str) -> bool:
+        """Stage, sync, link; missing directories are made. Only the format makes the root.
+
+        So a worker never founds a second tree where a mount has gone: with the root missing it gets ObjectNotFoundError.
+        """
+        target = self._absolute(path)
+        stage_dir = f"{STAGING_DIR}/{staging}"
+        stage = f"{self._absolute(stage_dir)}/{os.urandom(8).hex()}"
+        buffers = [data] if isinstance(data, (bytes, bytearray, memoryview)) else data
+        with StorageErrors(target):
+            if path == FORMAT_PATH:
+                self._make_root()
+            try:
+                fd = self._making(
+                    stage_dir, lambda: os.open(stage, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                )
+                try:
+                    write_all(fd, buffers)
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                self._making(path.rpartition("/")[0], lambda: publish(stage, target))
+            except FileExistsError:
+                return False
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(stage)
+        return True
+
+    def sync_dirs(self, paths: Iterable[str]) -> None:
+        """fsync of each directory and its ancestors up to the root, a few at once."""
+        directories = {self._root}
+        for path in paths:
+            absolute = self._absolute(path, root=True)
+            while absolute not in directories:
+                directories.add(absolute)
+                absolute = os.path.dirname(absolute)
+        if len(directories) <= _DIR_SYNC_THREADS:
+            for directory in directories:
+                sync_dir(directory)
+            return
+        with ThreadPoolExecutor(_DIR_SYNC_THREADS) as pool:
+            for _ in pool.map(sync_dir, directories):
+                pass
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """unlink; missing files are no error."""
+        for path in paths:
+            absolute = self._absolute(path)
+            with StorageErrors(absolute), suppress(FileNotFoundError):
+                os.unlink(absolute)
+
+    def remove_empty_dirs(self, path: str) -> None:
+        """rmdir upwards. A directory that another process just filled, or that holds `.nfs*` leftovers, stays."""
+        absolute = self._absolute(path, root=True)
+        while absolute != self._root:
+            with StorageErrors(absolute):
+                try:
+                    os.rmdir(absolute)
+                except FileNotFoundError:
+                    pass
+                except OSError as error:
+                    if error.errno in _NOT_REMOVABLE:
+                        return
+                    raise
+            absolute = os.path.dirname(absolute)
+
+    def _absolute(self, path: str, *, root: bool = False) -> str:
+        if root and not path:
+            return self._root
+        if "\0" in path or not _NO_SUCH_PARTS.isdisjoint(path.split("/")):
+            raise InvalidInputError(
+                f"path {path!r}: expected names with one / between them, relative to the dataset's root"
+            )
+        return f"{self._root}/{path}"
+
+    def _scan(self, path: str) -> Sequence[os.DirEntry[str]]:
+        absolute = self._absolute(path, root=True)
+        with StorageErrors(absolute):
+            try:
+                with os.scandir(absolute) as entries:
+                    return list(entries)
+            except FileNotFoundError:
+                return []
+
+    def _making(self, directory: str, action: Callable[[], _T]) -> _T:
+        """What `action` returns; while its directory is missing, make that and try again."""
+        for _ in range(_MAX_DIR_REMOVALS):
+            with suppress(FileNotFoundError):
+                return action()
+            with suppress(FileNotFoundError):  # a deleter removed an ancestor in between
+                self._make_dirs(directory)
+        if not os.path.isdir(self._root):
+            raise FileNotFoundError(errno.ENOENT, "The root of the dataset is gone (is it still mounted?)", self._root)
+        return action()
+
+    def _make_dirs(self, directory: str) -> None:
+        path = self._root
+        for part in directory.split("/"):
+            path = f"{path}/{part}"
+            with suppress(FileExistsError):
+                os.mkdir(path)
+
+    def _make_root(self) -> None:
+        """mkdir -p of the root, with durable names."""
+        missing = []
+        path = self._root
+        while not os.path.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for path in reversed(missing):
+            with suppress(FileExistsError):
+                os.mkdir(path)
+            sync_dir(os.path.dirname(path))

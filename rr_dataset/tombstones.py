@@ -1,0 +1,173 @@
+"""Delete marks: the files under `_rr/tombstones/`, and which rows and shards they cover.
+
+A file holds a JSON list of `{"uuid", "kind", "text", "run", "t_del", "made"}`; what `text` is depends on the kind:
+
+    "prefix"   a text that splits like an id ("math_17:2"), or an object ({"data_id": "math:17"}): see KeyScheme.parse_prefix
+    "ids"      a list of request ids
+    "all"      "", every record
+
+A tombstone covers what matches it and was submitted at or before `t_del`, in any run or only in `run`. It says what was
+asked for and never lists what that met: rows still in some writer's spool are covered as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rr_dataset.errors import FormatError, InvalidInputError, NewerFormatError
+from rr_dataset.keys import KeyScheme, Prefix
+from rr_dataset.layout import TOMBSTONE_DIR, ShardName, parse_tombstone_name
+from rr_dataset.record import Row
+from rr_dataset.storage import Storage
+
+KINDS = ("prefix", "ids", "all")
+Text = str | tuple[str, ...] | Mapping[str, str | int]
+Pairs = tuple[tuple[str, str | None], ...]
+_Path = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Tombstone:
+    """One delete mark. Its kinds and texts: see the head of this module."""
+
+    uuid: str  # kept when files are folded into one
+    kind: str
+    text: Text
+    run: str | None  # only rows of this run; None: of all
+    t_del: int  # clock stamp: rows submitted later live
+    made: int  # Unix time in ms
+
+    def reaches(self, row: Row) -> bool:
+        """Whether a row that matches the text is old enough, and of the run."""
+        return row.t_submit <= self.t_del and (self.run is None or self.run == row.run_id)
+
+
+class TombstoneSet:
+    """The tombstones of one listing. Immutable; a look-up costs the tombstones of the row's own partition."""
+
+    def __init__(self, keys: KeyScheme, tombstones: Iterable[Tombstone] = ()) -> None:
+        """Raises FormatError for a text that the key scheme does not allow."""
+        self._keys = keys
+        self._by_id: dict[str, list[Tombstone]] = {}
+        self._ids_under: dict[_Path, list[Tombstone]] = {}
+        self._prefixes_under: dict[_Path, list[tuple[Tombstone, Prefix]]] = {}
+        for tombstone in tombstones:
+            try:
+                self._add(tombstone)
+            except InvalidInputError as error:
+                raise FormatError(f"tombstone {tombstone.uuid}: {error}") from error
+
+    def _add(self, tombstone: Tombstone) -> None:
+        keys, depth, text = self._keys, self._keys.partition_by, tombstone.text
+        if isinstance(text, tuple):
+            parsed = {keys.parse(request_id) for request_id in text}
+            for key in parsed:
+                self._by_id.setdefault(key.request_id, []).append(tombstone)
+            for path in {key.components[:depth] for key in parsed}:
+                self._ids_under.setdefault(path, []).append(tombstone)
+            return
+        prefix = Prefix((None,) * len(keys.components)) if tombstone.kind == "all" else keys.parse_prefix(text)
+        pinned = prefix.components[:depth]
+        known = pinned[: pinned.index(None)] if None in pinned else pinned
+        self._prefixes_under.setdefault(known, []).append((tombstone, prefix))
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._by_id or self._prefixes_under)
+
+    def _prefixes(self, path: _Path) -> Iterator[tuple[Tombstone, Prefix]]:
+        """Those that may match in this partition."""
+        if self._prefixes_under:
+            for known in range(len(path) + 1):
+                yield from self._prefixes_under.get(path[:known], ())
+
+    def covers(self, row: Row) -> bool:
+        """Whether the row is deleted."""
+        if any(tombstone.reaches(row) for tombstone in self._by_id.get(row.request_id, ())):
+            return True
+        return any(
+            tombstone.reaches(row) and prefix.matches(row.components, row.choice)
+            for tombstone, prefix in self._prefixes(row.components[: self._keys.partition_by])
+        )
+
+    def covers_shard(self, name: ShardName, partition: Pairs) -> bool:
+        """Whether the name alone tells that every row of this shard is deleted: whole partitions, of every run."""
+        path = tuple(value for _, value in partition)
+        # What pins a deeper component or a sample matches no row without them, so it does not cover the partition.
+        bare = path + (None,) * (len(self._keys.components) - len(path))
+        return any(
+            tombstone.run is None and name.tmax <= tombstone.t_del and prefix.matches(bare, None)
+            for tombstone, prefix in self._prefixes(path)
+        )
+
+    def applied(self, partition: Pairs, tmin: int) -> tuple[str, ...]:
+        """`tombstones_applied` of a shard whose oldest row is `tmin`: sorted uuids of those that reach into it."""
+        path = tuple(value for _, value in partition)
+        found = {tombstone.uuid for tombstone in self._ids_under.get(path, ()) if tmin <= tombstone.t_del}
+        for tombstone, prefix in self._prefixes(path):
+            pinned = zip(prefix.components, path, strict=False)
+            if tmin <= tombstone.t_del and all(want in (None, have) for want, have in pinned):
+                found.add(tombstone.uuid)
+        return tuple(sorted(found))
+
+
+@dataclass
+class TombstoneCache:
+    """What one process has read of a dataset's tombstones. Files never change, so only new names are read.
+
+    Threads may share it: each call replaces what it holds as a whole.
+    """
+
+    keys: KeyScheme
+    _held: tuple[dict[str, tuple[Tombstone, ...]], TombstoneSet] | None = field(default=None, repr=False)
+
+    def update(self, storage: Storage, names: Iterable[str]) -> TombstoneSet:
+        """The tombstones of these files, and of no others."""
+        files, tombstones = self._held or ({}, TombstoneSet(self.keys))
+        wanted = frozenset(names)
+        if wanted != files.keys():
+            files = {name: files[name] if name in files else _read(storage, name) for name in wanted}
+            tombstones = TombstoneSet(self.keys, (each for file in files.values() for each in file))
+        self._held = files, tombstones
+        return tombstones
+
+
+def list_tombstones(storage: Storage, cache: TombstoneCache) -> TombstoneSet:
+    """List anew, read what `cache` lacks.
+
+    Raises ObjectNotFoundError when a file vanishes before it is read: the caller starts over, with its listing of shards
+    too. Raises FormatError for a damaged file, NewerFormatError for a kind of a later version.
+    """
+    return cache.update(storage, (e.name for e in storage.list(TOMBSTONE_DIR) if parse_tombstone_name(e.name)))
+
+
+def _read(storage: Storage, name: str) -> tuple[Tombstone, ...]:
+    path = f"{TOMBSTONE_DIR}/{name}"
+    data = storage.read_bytes(path)
+    try:
+        return tuple(_tombstone(values) for values in json.loads(data))
+    except NewerFormatError as error:
+        raise NewerFormatError(f"{path}: {error}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise FormatError(f"{path} holds no list of tombstones: {error!r}") from error
+
+
+def _tombstone(values: Mapping[str, Any]) -> Tombstone:
+    kind, text, run = values["kind"], values["text"], values["run"]
+    if kind not in KINDS:
+        raise NewerFormatError(f"tombstone kind {kind!r}: this rr_dataset knows {', '.join(KINDS)}; upgrade it")
+    if kind == "ids":
+        text = tuple(_checked("text", text, list))
+    elif kind == "all":
+        _checked("text", text, str)
+    stamps = (_checked(name, values[name], int) for name in ("t_del", "made"))
+    return Tombstone(_checked("uuid", values["uuid"], str), kind, text, _checked("run", run, str, type(None)), *stamps)
+
+
+def _checked(name: str, value: Any, *kinds: type) -> Any:
+    if type(value) not in kinds:
+        raise TypeError(f"{name} is {value!r}")
+    return value
