@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from operator import index
 from typing import Any
 
@@ -20,6 +21,7 @@ from rr_dataset.layout import DatasetFormat
 from rr_dataset.record import LAYOUTS, STATUSES, Range, RoutingSpec, Span
 from rr_dataset.slab import array_offsets
 
+MAX_POSITION = (1 << 63) - 1  # positions are stored as int64
 BLOCK_BYTES = 1 << 19  # of the source, when casting: a block and its copy stay in the second-level cache
 
 
@@ -123,12 +125,10 @@ def take_in(
         meta["missing"] = gaps
     if chosen != spec.moe_layers:
         meta["layers"] = chosen
-    if isinstance(weight_version, (str, int)):
-        meta["weight"] = str(weight_version)
+    if isinstance(weight_version, (str, Integral)):
+        meta["weight"] = _text("weight_version", str(weight_version))
     elif weight_version is not None:
-        spans = [(start, stop, str(version)) for start, stop, version in weight_version]
-        _ranges("weight_version", ((start, stop) for start, stop, _ in spans), whole)
-        meta["spans"] = sorted(spans)
+        meta["spans"] = _spans(weight_version, whole)
     if tags:
         meta["tags"] = _tags(tags)
     ids = _per_token("token_ids", token_ids, tokens, np.dtype(np.int32))
@@ -162,6 +162,8 @@ def to_array(name: str, value: Any) -> npt.NDArray[Any]:
     dtype = str(getattr(value, "dtype", ""))
     if name != "logprobs" and "float" in dtype:
         raise InvalidRoutingError(f"{name} has dtype {dtype}: expected integers")
+    if any(kind in dtype for kind in ("bfloat", "float8", "float4")):
+        raise InvalidRoutingError(f"{name} has dtype {dtype}, which numpy lacks: cast it to float32")
     if hasattr(value, "detach"):
         value = value.detach()
     if hasattr(value, "cpu"):
@@ -203,12 +205,13 @@ def _copy(target: npt.NDArray[Any], source: npt.NDArray[Any], num_experts: int, 
 
 
 def _check(block: npt.NDArray[Any], num_experts: int, first_token: int, first_layer: int) -> None:
-    if not block.size or np.iinfo(block.dtype).max < num_experts:
+    if not block.size or (block.dtype.kind == "u" and np.iinfo(block.dtype).max < num_experts):
         return
-    unsigned = block.view(block.dtype.str.replace("i", "u"))  # a negative id becomes a large one
-    if int(unsigned.max()) < num_experts:
+    unsigned = block.view(block.dtype.str.replace("i", "u"))  # a negative id becomes one past the dtype's largest
+    limit = min(num_experts, int(np.iinfo(block.dtype).max) + 1)
+    if int(unsigned.max()) < limit:
         return
-    token, layer, slot = (int(i) for i in np.argwhere(unsigned >= num_experts)[0])
+    token, layer, slot = (int(i) for i in np.argwhere(unsigned >= limit)[0])
     raise InvalidRoutingError(
         f"expert id {int(block[token, layer, slot])} at row {first_token + token}, layer index {first_layer + layer}, "
         f"slot {slot}: expected 0 to {num_experts - 1}; tell rows without routing by missing="
@@ -235,15 +238,21 @@ def _whole(token_start: Any, tokens: int) -> Range:
         start = index(token_start)
     except TypeError:
         start = -1
-    if start < 0:
-        raise InvalidRoutingError(f"token_start={token_start!r}: expected the position of the first token, 0 or more")
+    if not 0 <= start <= MAX_POSITION - tokens:
+        raise InvalidRoutingError(
+            f"token_start={token_start!r}: expected the position of the first token, 0 to 2**63 - 1"
+        )
     return start, start + tokens
 
 
 def _ranges(name: str, ranges: Iterable[Range], whole: Range) -> list[Range]:
     """The non-empty ones in order, joined where they touch."""
     joined: list[Range] = []
-    for start, stop in sorted((int(start), int(stop)) for start, stop in ranges):
+    try:
+        pairs = sorted((index(start), index(stop)) for start, stop in ranges)
+    except (TypeError, ValueError) as error:
+        raise InvalidRoutingError(f"{name}={ranges!r}: expected (start, stop) positions") from error
+    for start, stop in pairs:
         if not whole[0] <= start <= stop <= whole[1]:
             raise InvalidRoutingError(f"{name} has ({start}, {stop}): expected ranges within the record's {whole}")
         if joined and start <= joined[-1][1]:
@@ -251,6 +260,19 @@ def _ranges(name: str, ranges: Iterable[Range], whole: Range) -> list[Range]:
         elif start < stop:
             joined.append((start, stop))
     return joined
+
+
+def _spans(spans: Any, whole: Range) -> list[Span]:
+    try:
+        found = sorted((index(start), index(stop), str(version)) for start, stop, version in spans)
+    except (TypeError, ValueError) as error:
+        raise InvalidRoutingError(
+            f"weight_version={spans!r}: expected a text, a number or (start, stop, version) spans"
+        ) from error
+    _ranges("weight_version", [(start, stop) for start, stop, _ in found], whole)
+    for _, _, version in found:
+        _text("weight_version", version)
+    return found
 
 
 def _between(gaps: Sequence[Range], whole: Range) -> tuple[Range, ...]:
@@ -262,6 +284,14 @@ def _between(gaps: Sequence[Range], whole: Range) -> tuple[Range, ...]:
 
 def _tags(tags: Mapping[Any, Any]) -> dict[str, str]:
     for key, value in tags.items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise InvalidRoutingError(f"tags has {key!r}: {value!r}: expected texts")
+        _text("tags", key)
+        _text("tags", value)
     return dict(tags)
+
+
+def _text(name: str, value: Any) -> str:
+    try:
+        str.encode(value)
+    except (TypeError, UnicodeEncodeError) as error:
+        raise InvalidRoutingError(f"{name} has {value!r}: expected a well-formed text") from error
+    return str(value)

@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -306,9 +307,17 @@ def _problem(base: Path, need: int, *, shared: bool) -> str | None:
         return "not writable"
     free = stat.f_bavail * stat.f_frsize
     if shared:
-        taken = sum(slab.stat().st_size for slab in base.glob("rr_dataset-*/*/*.slab"))
-        free = min(free, stat.f_blocks * stat.f_frsize // SHM_SHARE - taken)
+        free = min(free, stat.f_blocks * stat.f_frsize // SHM_SHARE - _taken(base))
     return None if free >= need else f"room for {max(free, 0)} bytes"
+
+
+def _taken(base: Path) -> int:
+    """Bytes of all slabs under `base` that this user can see; writers come and go meanwhile."""
+    taken = 0
+    for slab in base.glob("rr_dataset-*/*/*.slab"):
+        with suppress(FileNotFoundError):
+            taken += slab.stat().st_size
+    return taken
 
 
 def _make_directory(base: Path, writer: str) -> tuple[Path, int]:
