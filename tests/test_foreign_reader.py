@@ -278,7 +278,8 @@ def rows_by_index(file: bytes) -> Iterator[Values]:
                     row[name] = index[name][number] if name in index else defaults[name]
             for column, name in enumerate(columns):
                 row[name] = None
-                if column in index["present_sets"][index["present"][number]]:
+                bounds = index["present_sets"][index["present"][number]]
+                if any(start <= column < stop for start, stop in zip(bounds[::2], bounds[1::2], strict=True)):
                     end = used[column] + row["num_tokens"] * sizes[column]
                     row[name], used[column] = raw[column][used[column] : end], end
             yield row

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ TAIL_BYTES = 64 << 10  # holds the footer of a shard of a few hundred rows
 MAX_COLUMN_BYTES = (1 << 31) - 1  # Arrow's 32-bit offsets
 
 Ints = npt.NDArray[np.int64]
+
+_INT, _BOOL, _TEXT, _LIST, _OBJECT = (frozenset([kind]) for kind in (int, bool, str, list, dict))
+_INT_OR_NULL, _TEXT_OR_NULL = _INT | {type(None)}, _TEXT | {type(None)}
 
 
 class Source(Protocol):
@@ -78,6 +81,7 @@ class PayloadColumns:
     spec: RoutingSpec
     names: tuple[str, ...]
     token_bytes: Ints  # of one token in each column
+    all_layers: tuple[int, ...]  # the numbers of the layer columns
 
     @classmethod
     @lru_cache(maxsize=16)
@@ -86,19 +90,48 @@ class PayloadColumns:
         names = (*VECTORS, *(LAYER_COLUMN % layer for layer in spec.moe_layers))
         token_bytes = np.full(len(names), spec.top_k * np.dtype(spec.dtype).itemsize, np.int64)
         token_bytes[: len(VECTORS)] = 4
-        return cls(spec, names, token_bytes)
+        return cls(spec, names, token_bytes, tuple(range(len(VECTORS), len(names))))
 
     def numbers(self, layers: tuple[int, ...]) -> tuple[int, ...]:
         """The column of each layer."""
-        first = len(VECTORS)
         if layers == self.spec.moe_layers:
-            return tuple(range(first, len(self.names)))
-        return tuple(first + self.spec.moe_layers.index(layer) for layer in layers)
+            return self.all_layers
+        return tuple(len(VECTORS) + self.spec.moe_layers.index(layer) for layer in layers)
 
     def present(self, data: RowData) -> tuple[int, ...]:
-        """The columns that are not null in this row."""
+        """The columns that are not null in this row, rising."""
         vectors = (i for i, vector in enumerate((data.token_ids, data.logprobs)) if vector is not None)
         return (*vectors, *self.numbers(data.row.layers))
+
+
+class PresentColumns(NamedTuple):
+    """Which payload columns some rows have."""
+
+    mask: npt.NDArray[np.bool_]  # [columns]
+    layers: tuple[int, ...]
+    token_ids: bool
+    logprobs: bool
+
+
+@lru_cache(maxsize=256)
+def _present_columns(payload: PayloadColumns, bounds: tuple[int, ...]) -> PresentColumns:
+    """Those of ranges (start, stop, start, stop ...). Raises ValueError for what are no rising ranges of columns."""
+    columns = len(payload.names)
+    if len(bounds) % 2 or any(a >= b for a, b in itertools.pairwise((-1, *bounds, columns + 1))):
+        raise ValueError(f"present_sets has {bounds!r:.80}, expected rising bounds within {columns} columns")
+    mask = np.zeros(columns, np.bool_)
+    for start, stop in zip(bounds[::2], bounds[1::2], strict=True):
+        mask[start:stop] = True
+    token_ids, logprobs, *layers = mask.tolist()
+    return PresentColumns(mask, tuple(itertools.compress(payload.spec.moe_layers, layers)), token_ids, logprobs)
+
+
+@lru_cache(maxsize=256)
+def _bounds(columns: tuple[int, ...]) -> list[int]:
+    """Rising column numbers as start, stop, start, stop ..."""
+    starts = [column for column in columns if column - 1 not in columns]
+    stops = [column + 1 for column in columns if column + 1 not in columns]
+    return [bound for pair in zip(starts, stops, strict=True) for bound in pair]
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +219,7 @@ def encode_index(
         "num_rows": len(rows),
         "components": {name: [row.components[i] for row in rows] for i, name in enumerate(components)},
         **{name: column for name, column in columns.items() if not _is_default(name, column)},
-        "present_sets": [list(present_set) for present_set in sets],
+        "present_sets": [_bounds(present_set) for present_set in sets],
         "present": [numbers[present_set] for present_set in present],
         "batches": [{"num_rows": count, "ranges": ranges.ravel().tolist()} for count, ranges in batches],
     }
@@ -254,32 +287,35 @@ class _Reader:
             _corrupt(f"{name} has {values!r:.80}, expected texts")
         return tuple(values)
 
-    def column(self, name: str, *types: type, values: Any = None) -> list[Any]:
+    def column(self, name: str, types: frozenset[type], values: Any = None) -> list[Any]:
         """One value per row."""
-        if values is None and name in DEFAULTS and name not in self._index:
-            return [DEFAULTS[name]] * self.rows
-        column = self.value(name, list) if values is None else values
-        if type(column) is not list or len(column) != self.rows:
+        if values is None:
+            values = self._index.get(name)
+            if values is None and name in DEFAULTS:
+                return [DEFAULTS[name]] * self.rows
+        if type(values) is not list or len(values) != self.rows:
             _corrupt(f"{name} is no list of {self.rows} values, one per row")
-        if not set(map(type, column)) <= set(types):
-            _corrupt(f"{name} has {column!r:.80}, expected {' or '.join(kind.__name__ for kind in types)}")
-        return column
+        if not types.issuperset(map(type, values)):
+            _corrupt(f"{name} has {values!r:.80}, expected {' or '.join(sorted(kind.__name__ for kind in types))}")
+        return values
 
     def integers(self, name: str, most: int) -> list[int]:
-        column = self.column(name, int)
+        column = self.column(name, _INT)
         if min(column) < 0 or max(column) > most:
             _corrupt(f"{name} has {column!r:.80}, expected 0 to {most}")
         return column
 
     def one_of(self, name: str, allowed: Sequence[str]) -> list[str]:
-        column = self.column(name, str)
-        if not set(column) <= set(allowed):
+        column = self.column(name, _TEXT)
+        if not set(column).issubset(allowed):
             _corrupt(f"{name} has {column!r:.80}, expected {', '.join(allowed)}")
         return column
 
     def spans(self, name: str, types: tuple[type, ...]) -> list[tuple[Any, ...]]:
         """Per row a list of (start, stop, ...)."""
-        column = self.column(name, list)
+        column = self.column(name, _LIST)
+        if not any(column):
+            return [()] * self.rows
         for spans in column:
             for span in spans:
                 if type(span) is not list or tuple(map(type, span)) != types or not 0 <= span[0] < span[1] < 1 << 63:
@@ -311,25 +347,22 @@ def _decode(index: Any, num_batches: int, footer_at: int) -> ShardIndex:
     compression = read.value("compression", str)
     if compression not in COMPRESSIONS:
         _corrupt(f"compression is {compression!r:.80}, expected one of {', '.join(COMPRESSIONS)}")
-    masks, sets = _decode_present(read, payload)
+    sets = _decode_sets(read, payload)
+    present = read.integers("present", len(sets) - 1)
     num_tokens = read.integers("num_tokens", MAX_COLUMN_BYTES)
-    tokens = np.zeros(read.rows + 1, np.int64)
-    np.cumsum(num_tokens, out=tokens[1:])
-    names = payload.names
-    first_rows, buffers = _decode_batches(read, len(names), num_batches, footer_at)
-    layers = [tuple(itertools.compress(payload.spec.moe_layers, mask[len(VECTORS) :])) for mask in masks.tolist()]
+    first_rows, buffers = _decode_batches(read, len(payload.names), num_batches, footer_at)
     result = ShardIndex(
         payload=payload,
         components=tuple(read.value("components", dict)),
         compression=compression,
-        rows=_decode_rows(read, num_tokens, [layers[i] for i in sets.tolist()], masks[sets, : len(VECTORS)].tolist()),
+        rows=_decode_rows(read, num_tokens, [sets[i] for i in present]),
         inputs=read.texts("inputs"),
         tombstones_applied=read.texts("tombstones_applied"),
         _first_rows=first_rows,
         _buffers=buffers,
-        _tokens=tokens,
-        _sets=sets,
-        _masks=masks,
+        _tokens=np.array([*itertools.accumulate(num_tokens, initial=0)], np.int64),
+        _sets=np.array(present, np.intp),
+        _masks=np.array([each.mask for each in sets]),
     )
     for first, stop, batch in zip(first_rows, (*first_rows[1:], read.rows), buffers, strict=True):
         batch[:, 2] = result.payload_bytes(first, stop)
@@ -337,23 +370,20 @@ def _decode(index: Any, num_batches: int, footer_at: int) -> ShardIndex:
         wrong = stored != raw if compression == "none" else ((stored == 0) != (raw == 0)) | (raw > MAX_COLUMN_BYTES)
         if wrong.any():
             at = int(wrong.argmax())
-            _corrupt(f"{names[at]} has {stored[at]} bytes where its rows need {raw[at]} (compression {compression})")
+            _corrupt(
+                f"{payload.names[at]} has {stored[at]} bytes where its rows need {raw[at]} (compression {compression})"
+            )
     return result
 
 
-def _decode_present(read: _Reader, payload: PayloadColumns) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
-    columns = len(payload.names)
-    present_sets = read.value("present_sets", list)
-    if not 1 <= len(present_sets) <= read.rows:
-        _corrupt(f"present_sets has {len(present_sets)} entries for {read.rows} rows")
-    masks = np.zeros((len(present_sets), columns), np.bool_)
-    for mask, present in zip(masks, present_sets, strict=True):
-        if type(present) is not list or not set(map(type, present)) <= {int}:
-            _corrupt(f"present_sets has {present!r:.80}")
-        if present and not 0 <= min(present) <= max(present) < columns:
-            _corrupt(f"present_sets has column {max(present)} or {min(present)} of {columns}")
-        mask[present] = True
-    return masks, np.array(read.integers("present", len(present_sets) - 1), np.intp)
+def _decode_sets(read: _Reader, payload: PayloadColumns) -> list[PresentColumns]:
+    sets = read.value("present_sets", list)
+    if not 1 <= len(sets) <= read.rows:
+        _corrupt(f"present_sets has {len(sets)} entries for {read.rows} rows")
+    for bounds in sets:
+        if type(bounds) is not list or not _INT.issuperset(map(type, bounds)):
+            _corrupt(f"present_sets has {bounds!r:.80}")
+    return [_present_columns(payload, tuple(bounds)) for bounds in sets]
 
 
 def _decode_batches(
@@ -382,41 +412,35 @@ def _decode_batches(
     return tuple(first_rows), tuple(buffers)
 
 
-def _decode_rows(
-    read: _Reader, num_tokens: list[int], layers: list[tuple[int, ...]], vectors: list[list[bool]]
-) -> tuple[Row, ...]:
-    optional = (str, type(None))
-    components = [
-        read.column(name, *optional, values=column) for name, column in read.value("components", dict).items()
-    ]
+def _decode_rows(read: _Reader, num_tokens: list[int], present: list[PresentColumns]) -> tuple[Row, ...]:
+    components = [read.column(name, _TEXT_OR_NULL, column) for name, column in read.value("components", dict).items()]
     if not components:
         _corrupt("components is empty")
-    choices = read.column("choice", int, type(None))
-    tags = list(map(dict, read.column("tags", dict)))
+    tags = list(map(dict, read.column("tags", _OBJECT)))
     if not all(type(text) is str for row in tags for text in row.values()):
         _corrupt(f"tags has {tags!r:.80}, expected texts")
     return tuple(
         map(
             Row,
-            read.column("record_id", str),
-            read.column("request_id", str),
+            read.column("record_id", _TEXT),
+            read.column("request_id", _TEXT),
             zip(*components, strict=True),
-            choices,
+            read.column("choice", _INT_OR_NULL),
             read.integers("t_submit", (1 << 64) - 1),
             read.integers("token_start", (1 << 63) - 1),
             num_tokens,
-            read.column("part", bool),
+            read.column("part", _BOOL),
             read.one_of("status", STATUSES),
-            read.column("run_id", str),
-            layers,
-            read.column("reason", *optional),
+            read.column("run_id", _TEXT),
+            [each.layers for each in present],
+            read.column("reason", _TEXT_OR_NULL),
             read.spans("missing", (int, int)),
-            read.column("weight_version", *optional),
+            read.column("weight_version", _TEXT_OR_NULL),
             read.spans("weight_spans", (int, int, str)),
             read.one_of("producer", PRODUCERS),
             tags,
-            [has[0] for has in vectors],
-            [has[1] for has in vectors],
+            [each.token_ids for each in present],
+            [each.logprobs for each in present],
             read.integers("checksum", (1 << 64) - 1),
         )
     )
