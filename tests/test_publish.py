@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -190,15 +191,13 @@ def test_a_death_anywhere_is_healed_by_a_replay(
             raise DiedError
 
     hooks = {f"before_{call}": step for call in ("list", "create", "sync_dirs", "delete", "remove_empty_dirs")}
-    try:
-        run(Spy(root, **hooks), SLAB, pool)
-    except DiedError:
-        if covered:
-            bury(root, covered, pack(NOW_MS + 9))
-        run(open_storage(root), SLAB, pool)
-    buried = (root / "_rr/tombstones").exists()
+    with suppress(DiedError):
+        run(Spy(root, **hooks), SLAB, pool)  # dies before it is acknowledged at the latest
+    if covered:
+        bury(root, covered, pack(NOW_MS + 9))
+    run(open_storage(root), SLAB, pool)
     found = shards(root)
-    gone = {"a": "data_id=a", "b": "data_id=b"}.get(covered, "none") if buried else "none"
+    gone = {"a": "data_id=a", "b": "data_id=b"}.get(covered, "none")
     assert list(found) == [path for path in PUBLISHED if not path.startswith(gone)]
     for path, ids in found.items():
         assert set(ids) in ({*PUBLISHED[path]}, {*PUBLISHED[path]} - ({"a:0", "a:0:1"} if covered == "a:0" else set()))

@@ -44,11 +44,14 @@ class LocalStorage:
     def list(self, path: str) -> Entries:
         """Regular files only; one that vanishes meanwhile is left out."""
         entries = []
-        for entry in self._scan(path):
-            with StorageErrors(entry.path), suppress(FileNotFoundError):
-                if entry.is_file(follow_symlinks=False):
-                    status = entry.stat(follow_symlinks=False)
-                    entries.append(Entry(entry.name, status.st_size, status.st_mtime))
+        with StorageErrors(path):
+            for entry in self._scan(path):
+                try:
+                    if entry.is_file(follow_symlinks=False):
+                        status = entry.stat(follow_symlinks=False)
+                        entries.append(Entry(entry.name, status.st_size, status.st_mtime))
+                except FileNotFoundError:
+                    pass
         return entries
 
     def list_dirs(self, path: str) -> Names:
@@ -162,7 +165,7 @@ class LocalStorage:
 
     def _make_dirs(self, directory: str) -> None:
         path = self._root
-        for part in directory.split("/"):
+        for part in filter(None, directory.split("/")):
             path = f"{path}/{part}"
             with suppress(FileExistsError):
                 os.mkdir(path)
