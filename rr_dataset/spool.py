@@ -192,6 +192,11 @@ class Spool:
         with self.changed:
             return min((slab.batch.opened_s for slab in self._filled() if not slab.closing), default=None)
 
+    def holds_data(self) -> bool:
+        """Whether something in it is not published: waiting, or set aside."""
+        with self.changed:
+            return bool(self._filled()) or any(slab.state == ASIDE for slab in self._slabs + self._control)
+
     def used_bytes(self) -> int:
         """Bytes of entries that are not yet published."""
         with self.changed:

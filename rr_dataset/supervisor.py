@@ -42,6 +42,8 @@ class Channel:
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send without waiting. A peer that is gone, or has many messages unread, misses it."""
+        if self.fileno() < 0:  # closed, since the peer is gone
+            return
         with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             self._socket.send(json.dumps({"kind": kind, **fields}).encode(), socket.MSG_NOSIGNAL)
 
@@ -69,19 +71,25 @@ class Supervisor:
 
     def __init__(self, spool: Spool, options: WriterOptions, start: Mapping[str, Any]) -> None:
         """Launch the worker. `start` are the fields of its first message. Raises WorkerError if it cannot be launched."""
+        if not sys.executable:
+            raise errors.WorkerError("sys.executable is empty: an embedded Python must set it to a python to start")
         self.restarts = 0
         self.last_error: errors.RoutingDatasetError | None = None  # until the next publication
-        self.gone: errors.WorkerError | None = None  # no worker any more, and none will come
+        self.gone: errors.WriterError | None = None  # no worker any more, and none will come
         self.on_done: Callable[[Sequence[Batch]], None] = lambda _: None
         self._spool, self._options, self._start = spool, options, {**start, "format": None}
         self._failures = 0
         self._retry_at: float | None = None
-        self._seal_wanted = self._stopping = False
+        self._seal_wanted = self._stopping = self._closed = False
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_r, selectors.EVENT_READ)
         self._thread: threading.Thread | None = None
-        self._launch()
+        try:
+            self._launch()
+        except BaseException:
+            self._close_descriptors()
+            raise
         _running.add(self)
 
     @property
@@ -115,9 +123,10 @@ class Supervisor:
                 )
 
     def wake(self) -> None:
-        """Have the thread look at the spool. Any thread, also with the spool's lock held."""
-        with suppress(BlockingIOError):
-            os.write(self._wake_w, b"\0")
+        """Have the thread look at the spool. Any thread, also with the spool's lock held or after `stop`."""
+        with self._spool.changed, suppress(BlockingIOError):
+            if not self._closed:
+                os.write(self._wake_w, b"\0")
 
     def seal_soon(self) -> None:
         """Have what is in the spool sealed as soon as the worker can take it."""
@@ -125,10 +134,9 @@ class Supervisor:
         self.wake()
 
     def wait(self, batches: Sequence[Batch], timeout_s: float) -> None:
-        """Wait until the batches are durable.
+        """Wait until the batches are done.
 
-        Raises FlushTimeoutError with the last storage failure as its cause, WorkerError when no worker is left, or
-        WriterError when a slab was set aside.
+        Raises FlushTimeoutError with the last storage failure as its cause, or WorkerError when no worker is left.
         """
         self.seal_soon()
         with self._spool.changed:
@@ -142,9 +150,6 @@ class Supervisor:
             records = sum(batch.records for batch in waiting)
             text = f"{records} records are not durable after {timeout_s} s{self.because()}"
             raise errors.FlushTimeoutError(text) from self.last_error
-        failures = [batch.failure for batch in batches if batch.failure]
-        if failures:
-            raise errors.WriterError("; ".join(failures))
 
     def call_when_done(self, batch: Batch, call: Callable[[], None]) -> None:
         """Call once, from any thread, when `wait` for the batch would return at once."""
@@ -174,15 +179,21 @@ class Supervisor:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self.gone is None:
+            self._give_up(errors.WriterClosedError("the writer was closed before this was durable"))
         _running.discard(self)
-        self._close_descriptors()
+        with self._spool.changed:
+            self._close_descriptors()
 
     def forget(self) -> None:
         """In a forked child: give up the parent's lock and channel, which would outlive the parent here."""
+        self._spool.changed = threading.Condition()  # a thread that is not in this process may hold the old one
+        self.gone = errors.WriterForkedError("this writer belongs to the parent process; ask there")
         os.close(self._spool.lock_fd)
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
+        self._closed = True
         self._channel.close()
         self._selector.close()
         for fd in (self._wake_r, self._wake_w):
@@ -191,9 +202,8 @@ class Supervisor:
     # ---- the worker process
 
     def _launch(self) -> None:
-        if not sys.executable:
-            raise errors.WorkerError("sys.executable is empty: an embedded Python must set it to a python to start")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel = Channel(ours)
         path = [entry or str(Path.cwd()) for entry in sys.path]
         environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path)}
         command = [sys.executable, "-m", "rr_dataset.worker", str(theirs.fileno()), str(os.getpid())]
@@ -209,9 +219,8 @@ class Supervisor:
                     start_new_session=True,
                 )
             except OSError as error:
-                ours.close()
+                self._channel.close()
                 raise errors.WorkerError(f"the worker cannot be started: {error}") from error
-        self._channel = Channel(ours)
         self._selector.register(self._channel, selectors.EVENT_READ)
         self._channel.send("start", lock_fd=self._spool.lock_fd, spool=str(self._spool.directory), **self._start)
 
@@ -238,7 +247,7 @@ class Supervisor:
         delay = min(FIRST_DELAY_S * 2 ** (self._failures - 1), LAST_DELAY_S)
         self._retry_at = time.monotonic() + delay
 
-    def _give_up(self, error: errors.WorkerError) -> None:
+    def _give_up(self, error: errors.WriterError) -> None:
         with self._spool.changed:
             self.gone = error
             self._spool.changed.notify_all()
@@ -287,11 +296,12 @@ class Supervisor:
         for message in messages or ():
             if message["kind"] == "trouble":
                 self.last_error = _revive(message)
-        finished = self._spool.collect()
-        if finished:
-            self._failures, self.last_error = 0, None
-            self.on_done(finished)
-            self._call_waiters(finished)
+        with self._spool.changed:  # who waits for a batch finds it counted
+            finished = self._spool.collect()
+            if finished:
+                self._failures, self.last_error = 0, None
+                self.on_done(finished)
+        self._call_waiters(finished)
         if messages is None:
             self._worker_ended()
 

@@ -183,8 +183,8 @@ def adopt(publisher: Publisher, folder: Path) -> None:
             if dead:
                 try:
                     _empty(publisher, directory)
-                except RoutingDatasetError as error:
-                    _log.warning("dead spool %s is left as it is: %s", directory, error)
+                except Exception as error:  # noqa: BLE001 - rubbish of whatever kind does not keep this writer from working
+                    _log.warning("dead spool %s is left as it is: %r", directory, error)
 
 
 def _empty(publisher: Publisher, directory: Path) -> None:
@@ -235,7 +235,7 @@ class Worker:
         """Until the engine is gone, or SIGTERM."""
         while not (self._engine_gone or self._stop):
             self._publish((SEALED,))
-            self._wait(self._pause_s or None)
+            self._wait()
         deadline = time.monotonic() + self._drain_timeout_s
         states = UNPUBLISHED if self._engine_gone else (SEALED,)
         while not self._publish(states) and time.monotonic() < deadline:
@@ -260,12 +260,19 @@ class Worker:
         self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LAST_PAUSE_S) if failed else 0.0
         return not failed
 
-    def _wait(self, timeout_s: float | None) -> None:
-        ready = {key.fileobj for key, _ in self._selector.select(timeout_s)}
-        gone = self._engine in ready if self._engine is not None else False
-        if self._channel in ready and self._channel.receive() is None:
-            gone = True
-        self._engine_gone = self._engine_gone or gone
+    def _wait(self) -> None:
+        """For news; after a failure for the end of the pause, whatever the news."""
+        until = time.monotonic() + self._pause_s
+        while not (self._engine_gone or self._stop):
+            ready = {
+                key.fileobj for key, _ in self._selector.select(until - time.monotonic() if self._pause_s else None)
+            }
+            gone = self._engine in ready if self._engine is not None else False
+            if self._channel in ready and self._channel.receive() is None:
+                gone = True
+            self._engine_gone = gone
+            if time.monotonic() >= until:
+                return
 
     def _on_sigterm(self, *_: object) -> None:
         self._stop = True

@@ -88,9 +88,13 @@ class Receipt:
     def wait(self, timeout_s: float = 30.0) -> None:
         """Wait until the record is published.
 
-        Raises FlushTimeoutError, RecordDroppedError with the reason, or WorkerError when no worker is left.
+        Raises FlushTimeoutError, RecordDroppedError with the reason, WorkerError when no worker is left, or WriterError
+        when the record lies in the spool for longer than tombstones live and was set aside there.
         """
-        self._supervisor.wait([self._batch()], timeout_s)
+        batch = self._batch()
+        self._supervisor.wait([batch], timeout_s)
+        if batch.failure is not None:
+            raise WriterError(batch.failure)
 
     def __await__(self) -> Generator[Any, None, None]:
         """As `wait`, without a time-out."""
@@ -99,7 +103,7 @@ class Receipt:
         future: asyncio.Future[None] = loop.create_future()
         self._supervisor.call_when_done(batch, lambda: _resolve(loop, future))
         yield from future.__await__()
-        self._supervisor.wait([batch], 0)
+        self.wait(0)
 
     def _batch(self) -> Batch:
         if isinstance(self._outcome, str):
@@ -139,6 +143,7 @@ class RoutingWriter:
         self._reported = (0, 0)
         self._dropped: Counter[str] = Counter()
         self._unreported: Counter[str] = Counter()
+        self._failures: list[str] = []  # of batches that will not become durable, unreported
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
 
         self.writer_id = secrets.token_hex(8)
@@ -289,11 +294,12 @@ class RoutingWriter:
     def flush(self, timeout_s: float = 30.0) -> FlushReport:
         """Wait until everything put before this call is durable; what became durable and was dropped since the last report.
 
-        Raises FlushTimeoutError, whose cause is the last storage failure, or WorkerError when no worker is left;
-        nothing is lost by either.
+        Raises FlushTimeoutError, whose cause is the last storage failure, WorkerError when no worker is left, or
+        WriterError when something was set aside since the last report; nothing is lost by any of them.
         """
         self._check_usable()
         self._supervisor.wait(self._spool.batches(), timeout_s)
+        self._raise_failures()
         with self._lock:
             before, self._reported = self._reported, (self._durable, self._durable_bytes)
             dropped, self._unreported = dict(self._unreported), Counter()
@@ -310,12 +316,13 @@ class RoutingWriter:
         _open_writers.discard(self)
         try:
             self._supervisor.wait(self._spool.batches(), self.options.drain_timeout_s)
+            self._raise_failures()
         except WriterError as error:
             kind = type(error)
             raise kind(f"{error}; it is kept in {self._spool.directory}") from error.__cause__
         finally:
             self._supervisor.stop(timeout_s=self.options.drain_timeout_s)
-            self._spool.close(remove=not self._spool.batches())
+            self._spool.close(remove=not self._spool.holds_data())
 
     def stats(self) -> WriterStats:
         """Counters and latencies; cheap enough for a scrape every second."""
@@ -323,6 +330,7 @@ class RoutingWriter:
         latencies = np.array(self._latencies or [0.0])
         opened = [batch.opened_s for batch in self._spool.batches()]
         error = self._supervisor.gone or self._supervisor.last_error
+        used_bytes = self._spool.used_bytes()
         with self._lock:
             return WriterStats(
                 accepted=self._accepted,
@@ -332,7 +340,7 @@ class RoutingWriter:
                 dropped_without_row=self._dropped_without_row,
                 spool_dir=str(self._spool.directory),
                 spool_bytes=self.options.spool_bytes,
-                spool_used_bytes=self._spool.used_bytes(),
+                spool_used_bytes=used_bytes,
                 oldest_age_s=time.monotonic() - min(opened) if opened else 0.0,
                 put_p50_s=float(np.quantile(latencies, 0.5)),
                 put_p99_s=float(np.quantile(latencies, 0.99)),
@@ -349,10 +357,18 @@ class RoutingWriter:
     ) -> None:
         self.close()
 
+    def _raise_failures(self) -> None:
+        with self._lock:
+            failures, self._failures = self._failures, []
+        if failures:
+            raise WriterError("; ".join(failures))
+
     def _count(self, finished: Sequence[Batch]) -> None:
         with self._lock:
             for batch in finished:
-                if not batch.control and batch.failure is None:
+                if batch.failure is not None:
+                    self._failures.append(batch.failure)
+                elif not batch.control:
                     self._durable += batch.records
                     self._durable_bytes += batch.bytes
 
