@@ -23,6 +23,7 @@ from rr_dataset.snapshot import Located, Reader, Shard, Snapshot
 NO_TOKEN_ID = -1  # stands where no row has the token's id, in a record of which some row has ids
 NO_LOGPROB = np.nan
 
+BYTES_PER_THREAD = 4 << 20  # a millisecond of copying, in which another thread can copy too
 BLOCK_BYTES = 32 << 20  # what one record that is kept may keep alive of its neighbours
 HUGE_PAGES_BYTES = 4 << 20  # numpy asks the kernel for huge pages from here on
 
@@ -169,7 +170,8 @@ def fill(drafts: Iterable[Draft], snapshot: Snapshot, reader: Reader) -> None:
             except CorruptShardError as error:
                 raise CorruptShardError(f"{reader.storage.uri}: {shard.path}: {error}") from error
 
-    reader.workers.each(run, list(jobs.values()))
+    size = sum(tile.out.nbytes for _, tiles, _ in jobs.values() for tile in tiles)
+    reader.workers.each(run, list(jobs.values()), 1 + size // BYTES_PER_THREAD)
 
 
 def _fits(out: npt.NDArray[Any], shape: Sequence[int], dtype: str) -> bool:
