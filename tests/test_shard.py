@@ -415,6 +415,24 @@ def test_a_compressed_buffer_of_another_length_is_corrupt(compression: str) -> N
         read_everything(Memory(data))
 
 
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+def test_a_frame_that_holds_less_is_corrupt(monkeypatch: pytest.MonkeyPatch, compression: str) -> None:
+    codec = pa.Codec(compression)
+
+    class Short:
+        @staticmethod
+        def compress(raw: memoryview) -> bytes:
+            short: bytes = codec.compress(raw[:-9], asbytes=True)
+            return short
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build.pa, "Codec", lambda name: Short)
+        same = replace(put(tokens=300), routed_experts=np.zeros((12, 300, 6), np.uint8))
+        data = bytes(build_shard([same], fmt(), compression=compression))
+    with pytest.raises(CorruptShardError, match="does not decode"):
+        read_everything(Memory(data))
+
+
 def edited(monkeypatch: pytest.MonkeyPatch, edit: Callable[[dict[str, Any]], Any]) -> Memory:
     """A shard of two rows whose index was changed before its checksum was made, as a faulty writer would."""
     encode = build.encode_index

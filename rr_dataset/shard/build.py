@@ -22,6 +22,7 @@ from rr_dataset.shard.index import CHECKSUM_KEY, INDEX_KEY, MAX_COLUMN_BYTES, Pa
 from rr_dataset.shard.tiling import copy_tiles
 
 MAX_BATCH_BYTES = 256 << 20  # of which a column is a part, so the offsets of several rows fit as well
+_VECTOR_ITEM_BYTES = 4
 _SMALL_BYTES = 64  # not worth compressing
 _HOT_BYTES = 64 << 10  # of a layer that is hashed right after its copy, while the cache has it
 
@@ -193,7 +194,8 @@ def _check(data: RowData, spec: RoutingSpec) -> None:
             f"row {row.record_id} has routed_experts of {experts.shape} {experts.dtype}, "
             f"expected {(len(layers), row.num_tokens, spec.top_k)} {spec.dtype}"
         )
-    elif row.num_tokens * spec.top_k * experts.itemsize > MAX_COLUMN_BYTES:
+    token_bytes = max(_VECTOR_ITEM_BYTES, spec.top_k * np.dtype(spec.dtype).itemsize)
+    if not 0 <= row.num_tokens * token_bytes <= MAX_COLUMN_BYTES:
         raise InvalidRoutingError(
             f"row {row.record_id} has {row.num_tokens} tokens: a column holds at most 2 GiB of one"
         )

@@ -179,6 +179,12 @@ def _decompress(stored: memoryview, raw_length: int, at: int, codec: pa.Codec) -
     if length != raw_length:
         raise CorruptShardError(f"{where} says {length} bytes, its rows need {raw_length}")
     try:
-        return memoryview(codec.decompress(packed, raw_length)).cast("B")
+        if codec.name == "lz4":  # a frame that ends early would leave the rest of `decompress`'s memory as it was
+            raw = pa.CompressedInputStream(pa.BufferReader(packed), "lz4").read_buffer(raw_length)
+        else:
+            raw = codec.decompress(packed, raw_length)
     except (OSError, ValueError) as error:
         raise CorruptShardError(f"{where} does not decode: {error}") from error
+    if raw.size != raw_length:
+        raise CorruptShardError(f"{where} does not decode: it holds {raw.size} bytes, not {raw_length}")
+    return memoryview(raw).cast("B")
