@@ -178,7 +178,7 @@ def adopt(publisher: Publisher, folder: Path) -> None:
 
     What belongs to living processes or to other datasets, or cannot be read, is left; the log names it.
     """
-    for directory in sorted(folder.glob("[0-9a-f]*")):
+    for directory in sorted(folder.glob("[0-9a-f]" * 16)):
         with _lock_of_the_dead(directory) as dead:
             if dead:
                 try:
