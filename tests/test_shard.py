@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import struct
 import uuid
 from collections.abc import Callable, Sequence
@@ -243,6 +244,15 @@ def test_one_read_of_the_tail_two_for_a_large_footer() -> None:
     assert len(read_index(small).rows) == 1
     assert len(read_index(large).rows) == 2000
     assert (small.tails, large.tails) == (1, 2)
+
+
+def test_an_index_outlives_its_process() -> None:
+    each = [put("a:1", 1, 30), put("b:2", 2, 40, layers=(4, 9), part=True)]
+    source = Memory(build_shard(each, fmt()))
+    index = pickle.loads(pickle.dumps(read_index(source)))
+    out = np.empty((2, 40, SPEC.top_k), SPEC.dtype)
+    read_tiles(source, index, [TileRead(1, (4, 9), 0, 40, out)])
+    np.testing.assert_array_equal(out, each[1].routed_experts)
 
 
 def read_layers(source: Memory, layers: tuple[int, ...], start: int, stop: int) -> npt.NDArray[Any]:
