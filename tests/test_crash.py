@@ -38,7 +38,7 @@ def check(root: Path, count: int, name: str = "a") -> None:
 # ---- the worker dies
 
 
-def put_while_killing(writer: rr.RoutingWriter, count: int, kills: list[int]) -> None:  # type: ignore[name-defined]
+def put_while_killing(writer: rr.RoutingWriter, count: int, kills: list[int]) -> None:
     """`count` puts from two threads; the worker is killed when so many of them were accepted."""
 
     def work(first: int) -> None:

@@ -180,7 +180,7 @@ def test_without_any_worker_everything_says_so_and_the_records_stay(
     assert spools(place) == []
 
 
-async def wait_for(receipt: rr.Receipt) -> None:  # type: ignore[name-defined]
+async def wait_for(receipt: rr.Receipt) -> None:
     await receipt
 
 
