@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Integral
 from operator import index
 from typing import Any
@@ -22,6 +23,8 @@ from rr_dataset.record import LAYOUTS, STATUSES, Range, RoutingSpec, Span
 from rr_dataset.slab import array_offsets
 
 MAX_POSITION = (1 << 63) - 1  # positions are stored as int64
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 BLOCK_BYTES = 1 << 19  # of the source, when casting: a block and its copy stay in the second-level cache
 
 
@@ -41,6 +44,7 @@ class Intake:
     present: tuple[Range, ...]  # token rows of `routing` that mean something
     token_ids: npt.NDArray[np.int32] | None
     logprobs: npt.NDArray[np.float32] | None
+    offsets: tuple[int, int, int]  # of token_ids and logprobs in the payload, and its length
 
     @property
     def num_tokens(self) -> int:
@@ -50,7 +54,7 @@ class Intake:
     @property
     def payload_bytes(self) -> int:
         """What `fill` needs."""
-        return self._offsets()[2]
+        return self.offsets[2]
 
     def fill(self, payload: npt.NDArray[np.uint8]) -> None:
         """Copy ids, token ids and log-probabilities into `payload`.
@@ -58,8 +62,9 @@ class Intake:
         Raises InvalidRoutingError when an id is out of range; `payload` is then rubbish.
         """
         tokens, layers, top_k = self.routing.shape
-        ids_at, logprobs_at, _ = self._offsets()
-        stored = payload[: self.routing.size * self._itemsize].view(self.spec.dtype)
+        ids_at, logprobs_at, _ = self.offsets
+        dtype = np.dtype(self.spec.dtype)
+        stored = payload[: self.routing.size * dtype.itemsize].view(dtype)
         if self.tokens_first:
             target = stored.reshape(tokens, layers, top_k)
         else:
@@ -71,18 +76,6 @@ class Intake:
         for array, at in ((self.token_ids, ids_at), (self.logprobs, logprobs_at)):
             if array is not None:
                 payload[at : at + array.nbytes] = array.view(np.uint8)
-
-    @property
-    def _itemsize(self) -> int:
-        return np.dtype(self.spec.dtype).itemsize
-
-    def _offsets(self) -> tuple[int, int, int]:
-        return array_offsets(
-            self.routing.size * self._itemsize,
-            self.num_tokens,
-            token_ids=self.token_ids is not None,
-            logprobs=self.logprobs is not None,
-        )
 
 
 def take_in(
@@ -112,7 +105,8 @@ def take_in(
     tokens = len(routing)
     whole = _whole(token_start, tokens)
     gaps = _ranges("missing", missing, whole)
-    part = part or chosen != spec.moe_layers
+    some_layers = layers is not None and chosen != spec.moe_layers
+    part = part or some_layers
     status = status or ("partial" if part else "complete")
     if status not in STATUSES[:-1]:
         raise InvalidRoutingError(f"status={status!r}: expected one of {', '.join(STATUSES[:-1])}")
@@ -123,7 +117,7 @@ def take_in(
         meta["part"] = True
     if gaps:
         meta["missing"] = gaps
-    if chosen != spec.moe_layers:
+    if some_layers:
         meta["layers"] = chosen
     if isinstance(weight_version, (str, Integral)):
         meta["weight"] = _text("weight_version", str(weight_version))
@@ -131,21 +125,27 @@ def take_in(
         meta["spans"] = _spans(weight_version, whole)
     if tags:
         meta["tags"] = _tags(tags)
-    ids = _per_token("token_ids", token_ids, tokens, np.dtype(np.int32))
-    probabilities = _per_token("logprobs", logprobs, tokens, np.dtype(np.float32))
+    ids = _per_token("token_ids", token_ids, tokens, _INT32)
+    probabilities = _per_token("logprobs", logprobs, tokens, _FLOAT32)
     if ids is not None:
         meta["token_ids"] = True
     if probabilities is not None:
         meta["logprobs"] = True
     return Intake(
         request_id=request_id.encode(),
-        meta=json.dumps(meta, separators=(",", ":")).encode(),
+        meta=_encode(meta).encode(),
         spec=spec,
         routing=routing,
         tokens_first=tokens > 1 and len(chosen) > 1 and abs(routing.strides[0]) > abs(routing.strides[1]),
         present=_between(gaps, whole),
         token_ids=ids,
         logprobs=probabilities,
+        offsets=array_offsets(
+            routing.size * np.dtype(spec.dtype).itemsize,
+            tokens,
+            token_ids=ids is not None,
+            logprobs=probabilities is not None,
+        ),
     )
 
 
@@ -180,9 +180,9 @@ def _routing(value: Any, layout: str, layers: int, spec: RoutingSpec) -> npt.NDA
     array = to_array("routed_experts", value)
     if array.dtype.kind not in "iu":
         raise InvalidRoutingError(f"routed_experts has dtype {array.dtype}: expected integers")
-    expected = f"(tokens, {layers}, {spec.top_k})" if layout == "TLK" else f"({layers}, tokens, {spec.top_k})"
     view = array if layout == "TLK" or array.ndim != 3 else array.transpose(1, 0, 2)
     if array.ndim != 3 or view.shape[1:] != (layers, spec.top_k):
+        expected = f"(tokens, {layers}, {spec.top_k})" if layout == "TLK" else f"({layers}, tokens, {spec.top_k})"
         swapped = array.ndim == 3 and (array.shape[0] if layout == "TLK" else array.shape[1]) == layers
         hint = f'; it looks like layout="{"LTK" if layout == "TLK" else "TLK"}"' if swapped else ""
         raise InvalidRoutingError(f"routed_experts has shape {array.shape}: expected {expected} in {layout}{hint}")
@@ -205,10 +205,10 @@ def _copy(target: npt.NDArray[Any], source: npt.NDArray[Any], num_experts: int, 
 
 
 def _check(block: npt.NDArray[Any], num_experts: int, first_token: int, first_layer: int) -> None:
-    if not block.size or (block.dtype.kind == "u" and np.iinfo(block.dtype).max < num_experts):
+    unsigned_dtype, limit = _bound(block.dtype, num_experts)
+    if limit is None or not block.size:
         return
-    unsigned = block.view(block.dtype.str.replace("i", "u"))  # a negative id becomes one past the dtype's largest
-    limit = min(num_experts, int(np.iinfo(block.dtype).max) + 1)
+    unsigned = block.view(unsigned_dtype)
     if int(unsigned.max()) < limit:
         return
     token, layer, slot = (int(i) for i in np.argwhere(unsigned >= limit)[0])
@@ -216,6 +216,14 @@ def _check(block: npt.NDArray[Any], num_experts: int, first_token: int, first_la
         f"expert id {int(block[token, layer, slot])} at row {first_token + token}, layer index {first_layer + layer}, "
         f"slot {slot}: expected 0 to {num_experts - 1}; tell rows without routing by missing="
     )
+
+
+@lru_cache
+def _bound(dtype: np.dtype[Any], num_experts: int) -> tuple[np.dtype[Any], int | None]:
+    """The unsigned dtype to look at ids in, and what they must stay below there; None if every id of `dtype` is one."""
+    largest = int(np.iinfo(dtype).max)
+    unsigned = np.dtype(dtype.str.replace("i", "u"))  # a negative id becomes one past the largest of `dtype`
+    return unsigned, None if dtype.kind == "u" and largest < num_experts else min(num_experts, largest + 1)
 
 
 def _per_token(name: str, value: Any, tokens: int, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
