@@ -28,7 +28,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 BLOCK_BYTES = 1 << 19  # of the source, when casting: a block and its copy stay in the second-level cache
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would cost a microsecond a put
 class Intake:
     """One record, checked and ready to be copied.
 
@@ -285,6 +285,8 @@ def _spans(spans: Any, whole: Range) -> list[Span]:
 
 def _between(gaps: Sequence[Range], whole: Range) -> tuple[Range, ...]:
     """What the gaps leave of `whole`, counted from its start."""
+    if not gaps:
+        return ((0, whole[1] - whole[0]),) if whole[0] < whole[1] else ()
     edges = [whole[0], *(edge for gap in gaps for edge in gap), whole[1]]
     pairs = zip(edges[::2], edges[1::2], strict=True)
     return tuple((start - whole[0], stop - whole[0]) for start, stop in pairs if start < stop)

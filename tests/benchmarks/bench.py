@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 import rr_dataset as rr
+from rr_dataset.spool import SHM
 
 SPEC = rr.RoutingSpec(tuple(range(48)), num_experts=128, top_k=8)  # 384 bytes a token
 LARGE_TOKENS = 32_768  # 12.6 MB
@@ -51,12 +52,14 @@ class Bench:
 
     @contextmanager
     def writer(self) -> Iterator[tuple[rr.RoutingWriter, Path]]:
-        """A writer that waits for room instead of dropping, into a dataset that is gone afterwards."""
+        """A writer into a dataset that is gone afterwards. It waits for room instead of dropping.
+
+        Its spool is in shared memory, also where spools that others have left there would send it to a disk.
+        """
         with self.folder() as folder:
             root = folder / "dataset"
-            with rr.RoutingWriter(
-                root, rr.WriterOptions(block_timeout_s=120, drain_timeout_s=120), create=SPEC
-            ) as writer:
+            options = rr.WriterOptions(spool_dir=str(SHM), block_timeout_s=120, drain_timeout_s=120)
+            with rr.RoutingWriter(root, options, create=SPEC) as writer:
                 yield writer, root
 
 
@@ -82,16 +85,23 @@ class Load:
 
     def __init__(self, writer: rr.RoutingWriter, records: Sequence[Array], ids: Ids) -> None:
         self._writer, self._records, self._ids = writer, itertools.cycle(records), ids
+        self._bytes = records[0].nbytes
+        self._unseen = 0
 
     def keep_up(self) -> None:
-        """Return once the worker has two to five slabs to do."""
-        slab_bytes, used = self._writer.options.slab_bytes, self._used()
+        """Return once the worker has two to five slabs to do. Looks after every fourth of a slab: looking takes time."""
+        slab_bytes = self._writer.options.slab_bytes
+        self._unseen -= self._bytes
+        if self._unseen > 0:
+            return
+        used = self._used()
         while used < 2 * slab_bytes:
             self._writer.put(self._ids.new(), next(self._records))
             used = self._used()
         while used > 5 * slab_bytes:
             time.sleep(0.001)
             used = self._used()
+        self._unseen = slab_bytes // 4
 
     def _used(self) -> int:
         return self._writer.stats().spool_used_bytes

