@@ -221,6 +221,7 @@ class Worker:
         self._drain_timeout_s: float = start["drain_timeout_s"]
         self._engine_gone = self._stop = False
         self._pause_s = 0.0
+        self._trouble: Mapping[str, str] | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel, selectors.EVENT_READ)
         wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -250,8 +251,11 @@ class Worker:
             try:
                 self._publisher.publish(slab)
             except Exception as error:  # noqa: BLE001 - whatever it is, the records wait in their slab
-                _log.warning("cannot publish %s", slab, exc_info=error)
-                self._channel.send("trouble", **_describe(error))
+                trouble = _describe(error)
+                if trouble != self._trouble:  # once per kind: the log lies in the spool
+                    _log.warning("cannot publish %s", slab, exc_info=error)
+                self._trouble = trouble
+                self._channel.send("trouble", **trouble)
                 failed = True
                 if isinstance(error, StorageError):  # the other slabs would fare the same
                     break
