@@ -120,8 +120,12 @@ class Engine:
         return text.strip()
 
     def kill(self) -> None:
+        """Kill it; forked children of it may live on and hold the other ends of the pipes."""
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
 
     def end(self) -> tuple[int, str]:
         """Let it go on to its end; exit code and what it wrote to stderr."""

@@ -108,6 +108,7 @@ def test_sigterm_lets_the_worker_finish_and_another_one_follows(root: Path, plac
         until(lambda: not alive(pid), "the worker ends")
         until(lambda: stored_rows(root).total() == 5, "what was sealed is published")
         until(lambda: writer.stats().worker_restarts == 1, "the supervisor starts another")
+        assert "the worker ended: exit code 0" in (writer.stats().last_error or ""), "it was not killed by it"
         receipts += [writer.put("a:5", experts(5), "LTK")]
         receipts[-1].wait()
         assert all(receipt.durable() for receipt in receipts)
@@ -136,17 +137,29 @@ def test_the_engine_is_killed_and_its_worker_publishes_what_was_committed(root: 
     assert spools(place) == []
 
 
-def test_a_forked_child_does_not_keep_the_spool_of_a_dead_engine(root: Path, place: Path) -> None:
-    fork = """
-child = os.fork()
+def kill_both(engine: Engine, worker: int) -> None:
+    with stopped(engine.process.pid):
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: not alive(worker), "the worker is dead")
+        os.kill(engine.process.pid, signal.SIGKILL)
+    engine.kill()
+
+
+FORK = """
+import ctypes, signal
+fork = {fork}
+child = fork()
 if child == 0:
-    import signal
     while True:
         signal.pause()
 print(child, flush=True)
 input()
 """
-    engine = Engine(PUTS + fork, root, place)
+
+
+@pytest.mark.parametrize("fork", ["os.fork", "ctypes.PyDLL(None).fork"])
+def test_a_forked_child_does_not_hide_that_the_engine_is_dead(root: Path, place: Path, fork: str) -> None:
+    engine = Engine(PUTS + FORK.format(fork=fork), root, place)  # fork of C leaves the channel open in the child
     worker, child = int(engine.line()), int(engine.line())
     try:
         engine.process.kill()
@@ -159,12 +172,19 @@ input()
         engine.kill()
 
 
-def kill_both(engine: Engine, worker: int) -> None:
-    with stopped(engine.process.pid):
-        os.kill(worker, signal.SIGKILL)
-        until(lambda: not alive(worker), "the worker is dead")
-        os.kill(engine.process.pid, signal.SIGKILL)
-    engine.kill()
+def test_a_forked_child_does_not_hold_the_lock_of_a_dead_spool(root: Path, place: Path) -> None:
+    engine = Engine(PUTS + FORK.format(fork="os.fork"), root, place)
+    worker, child = int(engine.line()), int(engine.line())
+    try:
+        kill_both(engine, worker)
+        (dead,) = spools(place)
+        with rr.RoutingWriter(root, options(place)):
+            until(lambda: not dead.exists(), "the dead spool is taken over though the child lives")
+        assert alive(child)
+        check(root, 30)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        engine.kill()
 
 
 def test_both_are_killed_and_the_next_writer_takes_the_records_over(root: Path, place: Path) -> None:
@@ -219,12 +239,20 @@ def test_an_engine_that_exits_without_close_loses_nothing(root: Path, place: Pat
 
 def test_a_forked_child_cannot_use_the_writer_and_leaves_it_alone(root: Path, place: Path) -> None:
     code = """
-writer = rr.RoutingWriter(root, options(spool_dir), create=SPEC)
+import threading
+writer = rr.RoutingWriter(root, options(spool_dir, idle_seal_s=1000, max_age_s=1000), create=SPEC)
 receipt = writer.put("a:0", experts(0), "LTK")
 writer.flush()
-with writer._spool.changed:  # as if another thread of the parent was at work
-    unsealed = writer.put("a:1", experts(1), "LTK")
-    child = os.fork()
+unsealed = writer.put("a:1", experts(1), "LTK")
+held, forked = threading.Event(), threading.Event()
+def hold():
+    with writer._spool.changed:
+        held.set()
+        forked.wait()
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+forked.set()
 if child == 0:
     for use in (lambda: writer.put("b:1", experts(1), "LTK"), writer.flush, writer.stats, unsealed.wait):
         try:

@@ -68,7 +68,7 @@ def test_put_flush_get(writer: RoutingWriter, dataset: Any, name: str, layout: s
     record = dataset.get(f"{name}:1")
     np.testing.assert_array_equal(record.routed_experts, source)
     assert record.routed_experts.dtype == SPEC.dtype
-    assert record.record_id == receipt.ref
+    assert f"{record.record_id}:{name}:1" == receipt.ref
     assert (record.status, record.run_id, record.missing) == ("complete", writer.options.run_id, ())
 
 
@@ -231,6 +231,21 @@ def test_a_flush_reports_what_became_durable_since_the_last(writer: RoutingWrite
     report = writer.flush()
     assert (report.records, report.bytes, report.dropped) == (5, sum(sizes), {})
     assert (writer.flush().records, writer.flush().bytes) == (0, 0)
+
+
+def test_who_waited_for_a_record_finds_it_counted(
+    writer: RoutingWriter, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, locked = writer._supervisor.on_done, []
+
+    def counted(batches: Any) -> None:
+        locked.append(writer._spool.changed._is_owned())  # so nobody who waits can see the batch done before
+        count(batches)
+
+    monkeypatch.setattr(writer._supervisor, "on_done", counted)
+    writer.put(f"{name}:1", experts(1), "LTK")
+    assert writer.flush().records == 1
+    assert locked == [True]
 
 
 def test_stats_tell_what_is_where(writer: RoutingWriter, name: str) -> None:
