@@ -23,13 +23,13 @@ from .put import put_int32, put_large, put_queue, put_small
 from .read import get_cold, get_layers, get_many_large, get_many_small, get_tokens_first, get_warm
 from .seed import seed_store
 
-ROWS = {
+ROWS = {  # ingest comes before the others have deleted many files
+    "ingest-large": ingest_large,
+    "ingest-small": ingest_small,
     "put-large": put_large,
     "put-queue": put_queue,
     "put-small": put_small,
     "put-int32": put_int32,
-    "ingest-large": ingest_large,
-    "ingest-small": ingest_small,
     "get-warm": get_warm,
     "get-cold": get_cold,
     "get-layers": get_layers,
