@@ -32,6 +32,7 @@ from rr_dataset.errors import (
     SpoolFullError,
     SpoolUnavailableError,
     StorageError,
+    WaitTimeoutError,
     WorkerError,
     WriterClosedError,
     WriterError,
@@ -43,10 +44,12 @@ from rr_dataset.record import RecordHead, RoutingRecord, RoutingSpec
 
 if TYPE_CHECKING:
     from rr_dataset.dataset import DatasetInfo, RoutingDataset, create_dataset, open_dataset
+    from rr_dataset.follow import PollCursor
     from rr_dataset.writer import FlushReport, Receipt, RoutingWriter
 
 _LAZY = {
     "DatasetInfo": "rr_dataset.dataset",
+    "PollCursor": "rr_dataset.follow",
     "RoutingDataset": "rr_dataset.dataset",
     "create_dataset": "rr_dataset.dataset",
     "open_dataset": "rr_dataset.dataset",
@@ -70,6 +73,7 @@ __all__ = [
     "NewerFormatError",
     "NotFoundError",
     "ObjectNotFoundError",
+    "PollCursor",
     "ReadConflictError",
     "Receipt",
     "RecordDroppedError",
@@ -86,6 +90,7 @@ __all__ = [
     "SpoolFullError",
     "SpoolUnavailableError",
     "StorageError",
+    "WaitTimeoutError",
     "WorkerError",
     "WriterClosedError",
     "WriterError",

@@ -13,40 +13,28 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.dataset as pads
 
-from rr_dataset.description import ensure_format, read_format
-from rr_dataset.errors import (
-    DatasetNotFoundError,
-    InvalidInputError,
-    RecordDroppedError,
-    RecordNotFoundError,
-)
-from rr_dataset.keys import KeyScheme, Prefix
-from rr_dataset.layout import (
-    TOMBSTONE_DIR,
-    DatasetFormat,
-    parse_partition,
-    parse_tombstone_name,
-    partition_path,
-)
-from rr_dataset.live import assemble
-from rr_dataset.payload import Arrays, Draft, fill
+from rr_dataset.arrow_view import scan, to_pyarrow
+from rr_dataset.description import ensure_format
+from rr_dataset.errors import DatasetNotFoundError, InvalidInputError
+from rr_dataset.follow import PollCursor, poll, wait_for
+from rr_dataset.keys import KeyScheme
+from rr_dataset.layout import TOMBSTONE_DIR, DatasetFormat, parse_tombstone_name
+from rr_dataset.lookup import Lookup, id_list
 from rr_dataset.record import RecordHead, RoutingRecord, RoutingSpec
 from rr_dataset.selection import Tokens, tokens_per_id
-from rr_dataset.snapshot import Located, Reader, Snapshot
+from rr_dataset.snapshot import Snapshot
 from rr_dataset.storage import open_storage
 
 DEFAULT_SKEW_S = 1.0  # between hosts that keep time by NTP
 DEFAULT_TOMBSTONE_TTL_S = 7 * 86400.0
 DEFAULT_GRACE_S = 600.0
-ON_MISSING = ("raise", "none")
 
-_NAMED = 10  # ids that an error spells out
-_PARTITIONS_AT_ONCE = 64  # share one listing of tombstones when everything is read
 _POLL_S = 0.1
 
 
@@ -148,23 +136,6 @@ def open_dataset(
             return dataset
 
 
-class _Found(NamedTuple):
-    """A record that is there: what it is, and its rows by record id."""
-
-    head: RecordHead
-    rows: Mapping[str, Located]
-
-
-class _Client:
-    """What a process needs to read a dataset; never shared with a forked child."""
-
-    def __init__(self, uri: str, storage_options: Mapping[str, Any] | None) -> None:
-        self.pid = os.getpid()
-        self.storage = open_storage(uri, storage_options)
-        self.format = read_format(self.storage)
-        self.reader = Reader(self.storage, self.format)
-
-
 class RoutingDataset:
     """A dataset opened for reading. Make one with `open_dataset`.
 
@@ -177,7 +148,7 @@ class RoutingDataset:
         self.uri = uri
         self.run = run
         self._storage_options = storage_options
-        self._made: _Client | None = None
+        self._made: Lookup | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RoutingDataset, (self.uri, self.run, self._storage_options)
@@ -223,7 +194,7 @@ class RoutingDataset:
         Raises RecordNotFoundError, RecordDroppedError with the reason, InvalidRequestIdError, InvalidRoutingError for
         layers or tokens that are out of range or an `out` that does not fit, ReadConflictError, StorageError.
         """
-        (record,) = self._read([request_id], layers, [tokens], out=out, on_missing="raise")
+        (record,) = self._client().read([request_id], layers, [tokens], out=out, on_missing="raise")
         assert record is not None  # noqa: S101 -- a missing one has raised
         return record
 
@@ -263,8 +234,8 @@ class RoutingDataset:
         blocks of memory: to keep a few of many for long, copy them.
         Raises as `get`; the error names up to ten ids and says how many there are. A dropped id always raises.
         """
-        asked = _ids(ids)
-        return self._read(asked, layers, tokens_per_id(tokens, len(asked)), on_missing=on_missing)
+        asked = id_list(ids)
+        return self._client().read(asked, layers, tokens_per_id(tokens, len(asked)), on_missing=on_missing)
 
     @overload
     def heads(self, ids: Iterable[str], on_missing: Literal["raise"] = "raise") -> list[RecordHead]: ...
@@ -281,15 +252,86 @@ class RoutingDataset:
 
         Raises RecordNotFoundError, InvalidRequestIdError, ReadConflictError, StorageError.
         """
-        asked = _ids(ids)
-        wanted = self._by_partition(asked)
+        return self._client().heads(id_list(ids), on_missing)
 
-        def use(snapshot: Snapshot) -> list[RecordHead | None]:
-            found = self._assemble(snapshot, wanted)
-            self._check_missing(asked, found, snapshot, on_missing)
-            return [found[request_id].head if request_id in found else None for request_id in asked]
+    def resolve(
+        self,
+        refs: Iterable[str],
+        layers: Sequence[int] | None = None,
+        tokens: Tokens | Sequence[Tokens] = None,
+    ) -> list[RoutingRecord]:
+        """The very puts that the refs of receipts name, in that order, also where a later put has replaced them.
 
-        return self._client().reader.read(list(wanted), use)
+        Each is a record of its own: of a part only its own tokens and layers are there, the rest is `missing`. A put that was
+        replaced stays until compaction. layers, tokens: as in `get_many`.
+
+        Raises RecordNotFoundError for a put that is deleted, compacted away or not yet published, RecordDroppedError,
+        InvalidInputError for a ref that is none, and as `get`.
+        """
+        asked = id_list(refs, "refs")
+        found = self._client().resolve(asked, layers, tokens_per_id(tokens, len(asked)))
+        return [record for record in found if record is not None]
+
+    def wait_for(
+        self, ids: Iterable[str], timeout_s: float = 60.0, weight_version: str | int | None = None
+    ) -> list[RecordHead]:
+        """Wait until every id has a final status (any but partial), and give their heads in the order asked.
+
+        weight_version: wait also until the newest put of the id is of this version: its `weight_version`, or that of its
+            last span.
+
+        A dropped id counts at once, whatever its version: look at `status` and `reason`. A head is as it was when it was
+        found ready. Only the directories of ids that are not are listed again, every 5 ms at first, later every 250 ms.
+
+        Raises WaitTimeoutError, which names up to ten ids and what was seen of them, and as `heads`.
+        """
+        return wait_for(self._client(), id_list(ids), timeout_s, weight_version)
+
+    def poll(self, cursor: PollCursor | None = None) -> tuple[list[RecordHead], PollCursor]:
+        """Heads of the records of which some row has not been told yet, and the cursor for the next call.
+
+        cursor: what the last call returned; None: tell everything that is there.
+
+        New is decided by record id, never by time: rows that were late, replayed or moved by compaction are told once. A head
+        is the whole record as it is now, so one that grows in parts comes again with each. Dropped ones come too. Heads are
+        sorted by partition, then by request id. After an error the old cursor still holds.
+
+        On a local disk it looks only into directories that have changed, so it costs a `stat` for each of the others.
+        Raises InvalidInputError for a cursor of another dataset or run, ReadConflictError, StorageError.
+        """
+        return poll(self._client(), cursor)
+
+    def scan(
+        self, prefix: str | Mapping[str, str | int] | None = None, columns: Sequence[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """The live rows as Arrow record batches, partition by partition: rows as they are stored, not assembled records.
+
+        prefix: as in `ids`. columns: names in schemas/v1.json, as `["request_id", "layer_003"]`; None: all. Bytes of other
+            columns are not read.
+
+        Rows of replaced puts and deleted rows are left out, drop rows are not. In memory are the batch handed out and the one
+        being read, three while rows are cut out of one (a raw shard's batch is 1 MiB, or one record that is larger), and
+        the index, which is about 6 KB a row, of one partition or of some small ones, besides a cache of indexes of 256 MB.
+
+        Each partition is one consistent view, the whole is not; what is deleted meanwhile may be left out.
+        Raises InvalidInputError for an unknown column, CorruptShardError, ReadConflictError, StorageError.
+        """
+        return scan(self._client(), prefix, columns)
+
+    def to_pyarrow(self, prefix: str | Mapping[str, str | int] | None = None, prune: bool = True) -> pads.Dataset:
+        """The live rows as a `pyarrow.dataset.Dataset`, for pyarrow's own filters and for DuckDB; no assembled records.
+
+        prefix: as in `ids`.
+        prune: read the index of every shard, so that filters on request id, components, t_submit and weight version open only
+            files that may match. False: do so by names alone, on path components and t_submit, wherever a partition has a
+            single row that no delete mark reaches; in all others rows may be dead and the indexes are read.
+
+        Rows of replaced puts and deleted rows are filtered out. Where there are none, and all rows of the files match prefix
+        and run, the dataset has no filter and pickles. It shows this moment: a file that is deleted or compacted later makes
+        its scan fail with FileNotFoundError. pyarrow reads several files ahead: for rows of megabytes pass small `batch_readahead`
+        and `fragment_readahead`, or use `scan`.
+        """
+        return to_pyarrow(self._client(), prefix, prune)
 
     def ids(self, prefix: str | Mapping[str, str | int] | None = None) -> Iterator[str]:
         """Request ids that have a record or were dropped, partition by partition, sorted within each.
@@ -298,28 +340,28 @@ class RoutingDataset:
 
         Each partition is one consistent view, the whole is not. Raises InvalidRequestIdError for a prefix that no id has.
         """
-        parsed = self._prefix(prefix)
+        client = self._client()
+        parsed = client.prefix(prefix)
 
         def use(snapshot: Snapshot) -> list[str]:
             return [
                 request_id
                 for partition in snapshot.shards
-                for request_id, rows in sorted(self._rows(snapshot, partition, None).items())
+                for request_id, rows in sorted(client.rows(snapshot, partition).items())
                 if parsed.matches(rows[0].row.components, rows[0].row.choice)
             ]
 
-        paths = self._partition_paths(parsed)
-        while batch := list(islice(paths, _PARTITIONS_AT_ONCE)):
-            yield from self._client().reader.read(batch, use)
+        for found in client.each(client.partition_paths(parsed), use):
+            yield from found
 
     def partitions(self, prefix: str | Mapping[str, str | int] | None = None) -> Iterator[PartitionInfo]:
         """The directories that hold shards, sorted by path.
 
         prefix: only those in which it may cover something.
         """
-        reader = self._client().reader
-        for path in self._partition_paths(self._prefix(prefix)):
-            listed = reader.listing([path])[path]
+        client = self._client()
+        for path in client.partition_paths(client.prefix(prefix)):
+            listed = client.reader.listing([path])[path]
             if listed:
                 yield PartitionInfo(
                     path, len(listed), sum(item.name.rows for item in listed), sum(item.entry.size for item in listed)
@@ -340,128 +382,7 @@ class RoutingDataset:
             tombstone_files=sum(parse_tombstone_name(name) is not None for name in names),
         )
 
-    def _client(self) -> _Client:
+    def _client(self) -> Lookup:
         if self._made is None or self._made.pid != os.getpid():
-            self._made = _Client(self.uri, self._storage_options)
+            self._made = Lookup(self.uri, self.run, self._storage_options)
         return self._made
-
-    def _read(
-        self,
-        asked: list[str],
-        layers: Sequence[int] | None,
-        selections: Sequence[Tokens],
-        *,
-        on_missing: str,
-        out: npt.NDArray[Any] | None = None,
-    ) -> list[RoutingRecord | None]:
-        client = self._client()
-        spec = client.format.spec
-        chosen = spec.check_layers(layers)
-        wanted = self._by_partition(asked)
-
-        def use(snapshot: Snapshot) -> list[RoutingRecord | None]:
-            found = self._assemble(snapshot, wanted)
-            self._check_missing(asked, found, snapshot, on_missing)
-            self._check_dropped(found, len(asked))
-            arrays = Arrays(len(asked))
-            drafts = [
-                Draft(found[request_id].head, found[request_id].rows, spec, chosen, tokens, arrays, out)
-                if request_id in found
-                else None
-                for request_id, tokens in zip(asked, selections, strict=True)
-            ]
-            fill([draft for draft in drafts if draft is not None], snapshot, client.reader)
-            return [None if draft is None else draft.record() for draft in drafts]
-
-        return client.reader.read(list(wanted), use, keep_open=True)
-
-    def _by_partition(self, asked: Iterable[str]) -> dict[str, set[str]]:
-        keys = self.keys
-        wanted: dict[str, set[str]] = {}
-        for request_id in asked:
-            path = partition_path(keys.partition(keys.parse(request_id).components))
-            wanted.setdefault(path, set()).add(request_id)
-        return wanted
-
-    def _rows(self, snapshot: Snapshot, partition: str, ids: Iterable[str] | None) -> dict[str, list[Located]]:
-        """The visible rows of this run by request id."""
-        found = snapshot.rows(partition, ids)
-        if self.run is None:
-            return found
-        mine = {key: [each for each in rows if each.row.run_id == self.run] for key, rows in found.items()}
-        return {key: rows for key, rows in mine.items() if rows}
-
-    def _assemble(self, snapshot: Snapshot, wanted: Mapping[str, set[str]]) -> dict[str, _Found]:
-        spec = self.spec
-        found = {}
-        for partition, ids in wanted.items():
-            for request_id, rows in self._rows(snapshot, partition, ids).items():
-                head = assemble([located.row for located in rows], spec)
-                if head is not None:
-                    found[request_id] = _Found(head, {located.row.record_id: located for located in rows})
-        return found
-
-    def _check_missing(
-        self, asked: Sequence[str], found: Mapping[str, _Found], snapshot: Snapshot, on_missing: str
-    ) -> None:
-        if on_missing not in ON_MISSING:
-            raise InvalidInputError(f"on_missing={on_missing!r}: expected one of {', '.join(ON_MISSING)}")
-        if on_missing == "none" or len(found) == len(asked):
-            return
-        missing = [request_id for request_id in dict.fromkeys(asked) if request_id not in found]
-        if not missing:
-            return
-        of_run = "" if self.run is None else f" of run {self.run!r}"
-        wanted = self._by_partition(missing)
-        damaged = [path for partition in wanted for path in snapshot.damaged[partition]]
-        hint = f"; damaged and stepped over, these may have held them: {_listed(damaged)}" if damaged else ""
-        raise RecordNotFoundError(
-            f"{self.uri} has no record{of_run} of {len(missing)} of {len(asked)} ids: {_listed(missing)}. Not yet flushed, "
-            f"deleted, or never put{hint}"
-        )
-
-    def _check_dropped(self, found: Mapping[str, _Found], count: int) -> None:
-        dropped = [f"{key} ({each.head.reason})" for key, each in found.items() if each.head.status == "dropped"]
-        if dropped:
-            raise RecordDroppedError(
-                f"{self.uri}: the writer dropped {len(dropped)} of {count} ids: {_listed(dropped)}"
-            )
-
-    def _prefix(self, prefix: str | Mapping[str, str | int] | None) -> Prefix:
-        if prefix is None:
-            return Prefix((None,) * len(self.keys.components))
-        return self.keys.parse_prefix(prefix)
-
-    def _partition_paths(self, prefix: Prefix) -> Iterator[str]:
-        """The partition directories that may hold a match, sorted; pinned levels are not listed."""
-        storage, names = self._client().storage, self.keys.components[: self.keys.partition_by]
-
-        def walk(path: str, level: int) -> Iterator[str]:
-            if level == len(names):
-                yield path
-                return
-            value = prefix.components[level]
-            if value is None:
-                segments = sorted(segment for segment in storage.list_dirs(path) if _is_level(segment, names[level]))
-            else:
-                segments = [partition_path([(names[level], value)])]
-            for segment in segments:
-                yield from walk(f"{path}/{segment}" if path else segment, level + 1)
-
-        return walk("", 0)
-
-
-def _is_level(segment: str, name: str) -> bool:
-    pairs = parse_partition(segment)
-    return pairs is not None and pairs[0][0] == name
-
-
-def _ids(ids: Iterable[str]) -> list[str]:
-    if isinstance(ids, (str, bytes)):
-        raise InvalidInputError(f"ids={ids!r}: expected several request ids, for example [{ids!r}]")
-    return list(ids)
-
-
-def _listed(texts: Sequence[str]) -> str:
-    shown = ", ".join(texts[:_NAMED])
-    return shown if len(texts) <= _NAMED else f"{shown} and {len(texts) - _NAMED} more"

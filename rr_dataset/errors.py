@@ -9,7 +9,8 @@ RoutingDatasetError
 ├── NotFoundError (LookupError)
 │   ├── DatasetNotFoundError (FileNotFoundError)
 │   ├── RecordNotFoundError (KeyError)
-│   └── RecordDroppedError                    the engine gave the record up; says why
+│   ├── RecordDroppedError                    the engine gave the record up; says why
+│   └── WaitTimeoutError (TimeoutError)       not there, or not final, within the time given
 ├── FormatError (ValueError)                  bytes at rest that are not what they claim to be
 │   ├── NewerFormatError                      written by a later version: upgrade
 │   ├── CorruptShardError                     a shard that is cut, foreign or damaged
@@ -71,6 +72,10 @@ class RecordNotFoundError(NotFoundError, KeyError):
 
 class RecordDroppedError(NotFoundError):
     """The engine gave the record up; the message says why."""
+
+
+class WaitTimeoutError(NotFoundError, TimeoutError):
+    """Records that were waited for are not there, or not final, within the time given; the message names them."""
 
 
 class FormatError(RoutingDatasetError, ValueError):

@@ -39,6 +39,7 @@ _RAW = re.compile(rf"(?P<level>00)-{_SPAN}-(?P<writer>[0-9a-f]{{16}})-(?P<seq>0|
 _COMPACTED = re.compile(rf"(?P<level>0[1-9]|[1-9][0-9])-{_SPAN}-(?P<unique>[0-9a-f]{{32}})\.arrow")
 _UUID = re.compile("[0-9a-f]{32}|[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 _TOMBSTONE = re.compile(r"(?P<made>[0-9a-f]{12})-(?P<uuid>[0-9a-f]{32})\.json")
+_REF = re.compile("(?P<record_id>[0-9a-f]{16}-[0-9a-f]{16}):(?P<request_id>.+)", re.DOTALL)
 
 
 def quote_value(value: str) -> str:
@@ -149,6 +150,17 @@ def parse_tombstone_name(text: str) -> tuple[int, str] | None:
     """(made_ms, unique) of `tombstone_name`; None for a file that is not ours."""
     match = _TOMBSTONE.fullmatch(text)
     return (int(match["made"], 16), match["uuid"]) if match else None
+
+
+def row_ref(record_id: str, request_id: str) -> str:
+    """`<record id>:<request id>`: names one row, and tells the partition it is in."""
+    return f"{record_id}:{request_id}"
+
+
+def parse_ref(text: str) -> tuple[str, str] | None:
+    """(record_id, request_id) of `row_ref`; None for a text that is none. The request id is not checked."""
+    match = _REF.fullmatch(text)
+    return (match["record_id"], match["request_id"]) if match else None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ Listings are never kept. Indexes of shards are, but serve only for what **this**
 
 from __future__ import annotations
 
+import resource
 import time
 import warnings
 from collections import OrderedDict
@@ -36,9 +37,8 @@ from rr_dataset.tombstones import TombstoneCache, TombstoneSet, list_tombstones
 
 MAX_ATTEMPTS = 5  # each finds a later state of the store; losing five races in a row means that something else is wrong
 INDEX_CACHE_BYTES = 256 << 20
-MAX_OPEN = (
-    64  # descriptors a call keeps from indexes to payloads; shells allow 1024 a process, and threads read at once
-)
+OPEN_SHARE = 16  # a call keeps at most this part of the process's descriptors open; threads read at once
+MAX_OPEN = 64  # and no more than these: shells allow 1024 a process
 
 SHARD_BYTES = 4096  # of an index without its rows
 ROW_BYTES = 1536  # of one row's texts and numbers; its batch's buffer ranges come on top
@@ -91,6 +91,7 @@ class Snapshot:
     shards: dict[str, list[Shard]]  # by partition
     tombstones: TombstoneSet
     damaged: dict[str, list[str]]  # paths of shards stepped over, by partition
+    unread: dict[str, list[Listed]] = field(default_factory=dict)  # by partition; only with `names_only`
     sources: dict[str, OpenSource] = field(default_factory=dict)  # open shards by path
 
     def rows(self, partition: str, request_ids: Iterable[str] | None = None) -> dict[str, list[Located]]:
@@ -195,11 +196,21 @@ class Reader:
         self._indexes = IndexCache()
         self._tombstones = TombstoneCache(fmt.keys)
         self._warned: set[str] = set()
+        self._max_open = min(MAX_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // OPEN_SHARE)
 
-    def read(self, partitions: Sequence[str], use: Callable[[Snapshot], _R], *, keep_open: bool = False) -> _R:
+    def read(
+        self,
+        partitions: Sequence[str],
+        use: Callable[[Snapshot], _R],
+        *,
+        keep_open: bool = False,
+        names_only: bool = False,
+    ) -> _R:
         """`use` on a snapshot of the partitions, again from the start while shards vanish under it.
 
         keep_open: leave shards open whose index had to be read, for `Snapshot.open`.
+        names_only: no index of a partition whose names tell that every row is visible and live: it has one row, and no
+            tombstone reaches it. It is in `Snapshot.unread` then.
 
         Raises ReadConflictError after some attempts. `use` may run more than once and must not change what it is given.
         """
@@ -213,6 +224,8 @@ class Reader:
                 if time.monotonic() - started > limit_s:
                     continue
                 with Snapshot({}, tombstones, {}) as snapshot:
+                    if names_only:
+                        self._set_aside(listed, snapshot)
                     self._load(listed, snapshot, keep_open=keep_open)
                     return use(snapshot)
             except ObjectNotFoundError as error:
@@ -243,6 +256,14 @@ class Reader:
             listed[partition] = shards
         return listed
 
+    def _set_aside(self, listed: dict[str, list[Listed]], snapshot: Snapshot) -> None:
+        for partition, shards in listed.items():
+            alone = sum(item.name.rows for item in shards) == 1
+            if alone and not snapshot.tombstones.applied(parse_partition(partition) or (), shards[0].name.tmin):
+                snapshot.unread[partition] = shards
+        for partition in snapshot.unread:
+            del listed[partition]
+
     def _load(self, listed: dict[str, list[Listed]], snapshot: Snapshot, *, keep_open: bool) -> None:
         """Fill the snapshot with what is visible of the listed shards, reading the indexes that are not known."""
         tombstones = snapshot.tombstones
@@ -263,7 +284,7 @@ class Reader:
 
         def read(item: Listed) -> None:
             source = self.storage.open(item.path)
-            if keep_open and len(snapshot.sources) < MAX_OPEN:
+            if keep_open and len(snapshot.sources) < self._max_open:
                 snapshot.sources[item.path] = source
                 loaded[item.path] = self._load_one(item, source)
             else:

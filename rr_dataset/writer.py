@@ -30,7 +30,7 @@ from rr_dataset.errors import (
     WriterForkedError,
 )
 from rr_dataset.intake import Intake, take_in
-from rr_dataset.layout import DatasetFormat
+from rr_dataset.layout import DatasetFormat, row_ref
 from rr_dataset.options import WriterOptions
 from rr_dataset.record import Range, RoutingSpec, Span
 from rr_dataset.slab import DROP, PUT, TOKENS_FIRST, Batch
@@ -72,12 +72,12 @@ class WriterStats:
 
 
 class Receipt:
-    """Says what became of one put."""
+    """Says what became of one put. `ref` is a short text, `<record id>:<request id>`, that `RoutingDataset.resolve` takes."""
 
     __slots__ = ("_outcome", "_supervisor", "ref")
 
     def __init__(self, supervisor: Supervisor, outcome: Batch | str, ref: str) -> None:
-        self.ref = ref  # the record id: a short text that names this very row
+        self.ref = ref  # for RoutingDataset.resolve: names this very put; "" if it was dropped and left no row
         self._supervisor = supervisor
         self._outcome = outcome  # the batch it is in, or why it was dropped
 
@@ -266,7 +266,7 @@ class RoutingWriter:
         with self._lock:
             self._accepted += 1
         self._latencies.append(time.perf_counter() - began)
-        return Receipt(self._supervisor, batch, self._ref(reservation.t_submit))
+        return Receipt(self._supervisor, batch, self._ref(reservation.t_submit, intake))
 
     def _drop(self, intake: Intake) -> Receipt:
         if self.options.on_full == "raise":
@@ -283,11 +283,11 @@ class RoutingWriter:
             self._dropped[reason] += 1
             self._unreported[reason] += 1
             self._dropped_without_row += reservation is None
-        ref = "" if reservation is None else self._ref(reservation.t_submit)
+        ref = "" if reservation is None else self._ref(reservation.t_submit, intake)
         return Receipt(self._supervisor, reason, ref)
 
-    def _ref(self, t_submit: int) -> str:
-        return f"{t_submit:016x}-{self.writer_id}"
+    def _ref(self, t_submit: int, intake: Intake) -> str:
+        return row_ref(f"{t_submit:016x}-{self.writer_id}", intake.request_id.decode())
 
     # ---- flush and close
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 import rr_dataset as rr
 from rr_dataset.layout import TOMBSTONE_DIR, ShardName, partition_path, tombstone_name
-from rr_dataset.record import Range, Row, RowData
+from rr_dataset.record import Range, Row, RowData, Span
 from rr_dataset.shard import build_shard
 
 WRITER = "a" * 16
@@ -44,6 +44,7 @@ class Stored:
         reason: str | None = None,
         vectors: bool = False,
         tags: dict[str, str] | None = None,
+        weights: str | Sequence[Span] | None = None,
     ) -> RowData:
         """One put with experts, token ids and logprobs that no other put of this dataset repeats in the same place."""
         self._stamp += 1
@@ -64,6 +65,8 @@ class Stored:
             reason=reason,
             missing=missing,
             tags=tags or {},
+            weight_version=weights if isinstance(weights, str) else None,
+            weight_spans=() if weights is None or isinstance(weights, str) else tuple(weights),
         )
         rng = np.random.default_rng(self._stamp)
         shape = (len(chosen), tokens, self.spec.top_k)

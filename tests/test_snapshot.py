@@ -256,10 +256,8 @@ def test_a_damaged_shard_among_good_ones_is_stepped_over(
     assert reader.read([A], lambda taken: taken.damaged) == {A: [f"{A}/{bad.name}"]}
 
 
-def test_shards_stay_open_until_the_snapshot_is_used_up(
-    stored: Stored, reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshot, "MAX_OPEN", 2)
+def test_shards_stay_open_until_the_snapshot_is_used_up(stored: Stored, reader: Reader) -> None:
+    reader._max_open = 2
     for number in range(5):
         stored.put(f"a:{number}")
     sources = reader.read([A], lambda taken: list(taken.sources.values()), keep_open=True)
@@ -268,6 +266,18 @@ def test_shards_stay_open_until_the_snapshot_is_used_up(
         with pytest.raises(rr.StorageError):
             source.tail(1)  # closed
     assert reader.read([A], lambda taken: taken.sources, keep_open=True) == {}  # known by now
+
+
+def test_names_tell_of_a_single_row_that_nothing_hides(stored: Stored, reader: Reader, hooked: Hooked) -> None:
+    for request_id in ("a", "b:1", "b:2", "c", "d"):
+        stored.put(request_id)
+    stored.tombstone("ids", ["c"], t_del=1)
+    stored.tombstone("prefix", "d:1")
+    everywhere = [A, B, "data_id=c", "data_id=d", "data_id=e"]
+    unread, shards = reader.read(everywhere, lambda taken: (taken.unread, taken.shards), names_only=True)
+    assert {path: len(items) for path, items in unread.items()} == {A: 1, "data_id=c": 1}
+    assert {path: len(items) for path, items in shards.items()} == {B: 2, "data_id=d": 1, "data_id=e": 0}
+    assert [path.split("/")[0] for name, path in hooked.calls if name == "open"] == [B, B, "data_id=d"]
 
 
 def shard(path: Path) -> Shard:

@@ -159,6 +159,10 @@ class ShardIndex:
         """The number of the record batch of a row."""
         return bisect_right(self._first_rows, row) - 1
 
+    def batch_rows(self, batch: int) -> range:
+        """The numbers of the rows of a record batch."""
+        return range(self._first_rows[batch], (*self._first_rows, len(self.rows))[batch + 1])
+
     def buffers(self, batch: int) -> Ints:
         """[columns, 3]: offset in the file, stored and raw length of the data buffer of each payload column."""
         return self._buffers[batch]

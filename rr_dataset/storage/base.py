@@ -53,6 +53,12 @@ class Storage(Protocol):
     def list_dirs(self, path: str) -> Names:
         """The names of the directories directly under `path`, in no order."""
 
+    def changed_ns(self, path: str) -> int | None:
+        """When a name in the directory was last made or removed, by the clock of the store (Unix time in ns).
+
+        None where the store does not tell, or there is no such directory. Changes within one tick of that clock look alike.
+        """
+
     def open(self, path: str) -> OpenSource:
         """Open for ranged reads. Raises ObjectNotFoundError."""
 

@@ -6,7 +6,7 @@ mounts) publish with renameat2(RENAME_NOREPLACE); where that is missing too, cre
 """
 
 # Text paths and os calls: pathlib would cost more than the calls on the hot path.
-# ruff: noqa: PTH100, PTH102, PTH106, PTH108, PTH112, PTH120
+# ruff: noqa: PTH100, PTH102, PTH106, PTH108, PTH112, PTH116, PTH120
 
 from __future__ import annotations
 
@@ -57,6 +57,15 @@ class LocalStorage:
     def list_dirs(self, path: str) -> Names:
         """Directories only, no links to them."""
         return [entry.name for entry in self._scan(path) if entry.is_dir(follow_symlinks=False)]
+
+    def changed_ns(self, path: str) -> int | None:
+        """The change time of the directory, which no copying tool sets back, as they do its modification time."""
+        absolute = self._absolute(path, root=True)
+        with StorageErrors(absolute):
+            try:
+                return os.stat(absolute).st_ctime_ns
+            except FileNotFoundError:
+                return None
 
     def open(self, path: str) -> LocalSource:
         """Open for ranged reads. Raises ObjectNotFoundError."""

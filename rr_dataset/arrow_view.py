@@ -1,0 +1,252 @@
+"""The rows of a dataset as Arrow data: `scan` reads them, `to_pyarrow` describes them to pyarrow and DuckDB."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import and_
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as pads
+import pyarrow.fs as pafs
+
+from rr_dataset.errors import CorruptShardError, InvalidInputError, ObjectNotFoundError, ReadConflictError
+from rr_dataset.keys import Prefix
+from rr_dataset.layout import parse_partition
+from rr_dataset.lookup import Lookup
+from rr_dataset.record import Row
+from rr_dataset.schema import shard_schema
+from rr_dataset.snapshot import MAX_ATTEMPTS, Listed, Located, Shard, Snapshot
+from rr_dataset.storage import OpenSource
+
+Expression = Any  # pc.Expression; pyarrow ships no types
+Rows = dict[str, Located]  # by record id
+_Described = tuple[
+    str, Expression, list[str], bool
+]  # path, what holds for its rows, rows to hide, whether some are foreign
+
+_U64 = pa.uint64()
+_RANGED = ("request_id", "t_submit", "weight_version")  # columns with a guarantee, beside the components
+
+
+def scan(
+    lookup: Lookup, prefix: str | Mapping[str, str | int] | None, columns: Sequence[str] | None
+) -> Iterator[pa.RecordBatch]:
+    """See `RoutingDataset.scan`."""
+    schema = shard_schema(lookup.format.spec, lookup.format.keys)
+    names = schema.names if columns is None else _checked(columns, schema)
+    parsed = lookup.prefix(prefix)
+
+    def use(snapshot: Snapshot) -> list[tuple[str, Rows]]:
+        return [(path, _live(lookup, snapshot, path, parsed)) for path in snapshot.shards]
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for partitions in lookup.each(lookup.partition_paths(parsed), use):
+            for path, rows in partitions:
+                yield from _scan_partition(lookup, path, rows, names)
+
+    return batches()
+
+
+def to_pyarrow(lookup: Lookup, prefix: str | Mapping[str, str | int] | None, prune: bool) -> pads.Dataset:
+    """See `RoutingDataset.to_pyarrow`."""
+    schema = shard_schema(lookup.format.spec, lookup.format.keys)
+    parsed = lookup.prefix(prefix)
+    filesystem = pafs.LocalFileSystem()
+    file_format = pads.IpcFileFormat()
+    fragments = []
+    dead: list[str] = []
+    foreign = False  # whether some file may have rows of another prefix or run
+
+    def use(snapshot: Snapshot) -> list[_Described]:
+        unread: list[_Described] = [
+            (item.path, _named(path, item), [], not _is_whole(lookup, parsed))
+            for path, items in snapshot.unread.items()
+            for item in items
+        ]
+        return [*unread, *(each for path in snapshot.shards for each in _fragments(lookup, snapshot, path, parsed))]
+
+    for found in lookup.each(lookup.partition_paths(parsed), use, names_only=not prune):
+        for path, guarantee, hidden, mixed in found:
+            place = f"{lookup.storage.uri}/{path}"
+            fragments.append(file_format.make_fragment(place, filesystem, partition_expression=guarantee))
+            dead += hidden
+            foreign = foreign or mixed
+    dataset = pads.FileSystemDataset(fragments, schema, file_format, filesystem)
+    if dead:
+        dataset = dataset.filter(~pc.field("record_id").isin(pa.array(dead)))
+    if foreign:
+        dataset = dataset.filter(_selection(lookup, parsed))
+    return dataset
+
+
+def _live(lookup: Lookup, snapshot: Snapshot, partition: str, prefix: Prefix) -> Rows:
+    """The rows that make the present records under the prefix."""
+    return {
+        row.record_id: found.rows[row.record_id]
+        for found in lookup.records(snapshot, partition).values()
+        for row in found.head.rows
+        if prefix.matches(row.components, row.choice)
+    }
+
+
+def _checked(columns: Sequence[str], schema: pa.Schema) -> list[str]:
+    names = [columns] if isinstance(columns, str) else list(columns)
+    unknown = [name for name in names if name not in schema.names]
+    if isinstance(columns, str) or unknown or not names or len(set(names)) < len(names):
+        raise InvalidInputError(
+            f"columns={columns!r}: expected a list of different names among {', '.join(schema.names)}"
+        )
+    return names
+
+
+# Scanning
+
+
+def _scan_partition(lookup: Lookup, partition: str, rows: Rows, names: list[str]) -> Iterator[pa.RecordBatch]:
+    """All the rows, wherever they are by then: a row whose shard vanished is in the one that replaced it, or deleted."""
+    attempts = 0
+    while rows:
+        try:
+            shard = next(iter(rows.values())).shard
+            for numbers, batch in _read_shard(lookup, shard, rows, names):
+                for number in numbers:
+                    del rows[shard.index.rows[number].record_id]
+                attempts = 0
+                yield batch
+        except ObjectNotFoundError as error:
+            attempts += 1
+            if attempts == MAX_ATTEMPTS:
+                raise ReadConflictError(
+                    f"{lookup.storage.uri}: {partition}: {attempts} shards in a row vanished before they were read; try "
+                    "again when less is deleted at once"
+                ) from error
+            rows = lookup.reader.read([partition], lambda snapshot: _relocated(lookup, snapshot, partition, rows))  # noqa: B023 -- called at once
+
+
+def _relocated(lookup: Lookup, snapshot: Snapshot, partition: str, rows: Rows) -> Rows:
+    return {
+        each.row.record_id: each
+        for located in lookup.rows(snapshot, partition).values()
+        for each in located
+        if each.row.record_id in rows
+    }
+
+
+def _read_shard(
+    lookup: Lookup, shard: Shard, rows: Rows, names: list[str]
+) -> Iterator[tuple[list[int], pa.RecordBatch]]:
+    """The rows that are in this shard: their numbers and content, a record batch at a time."""
+    wanted = sorted(located.number for located in rows.values() if located.shard is shard)
+    schema = shard_schema(lookup.format.spec, lookup.format.keys)
+    options = pa.ipc.IpcReadOptions(included_fields=sorted(map(schema.get_field_index, names)), use_threads=False)
+    try:
+        with lookup.storage.open(shard.path) as source:
+            reader = pa.ipc.open_file(pa.PythonFile(_File(source, shard.entry.size), mode="r"), options=options)
+            at = 0
+            while at < len(wanted):
+                number = shard.index.batch_of(wanted[at])
+                held = shard.index.batch_rows(number)
+                chosen = [row for row in wanted[at : at + len(held)] if row in held]
+                at += len(chosen)
+                batch = reader.get_batch(number).select(names)
+                if len(chosen) < len(held):
+                    batch = batch.take(pa.array([row - held.start for row in chosen]))
+                yield chosen, batch
+    except (pa.ArrowInvalid, KeyError) as error:
+        raise CorruptShardError(f"{lookup.storage.uri}: {shard.path}: pyarrow cannot read it: {error}") from error
+
+
+class _File(io.RawIOBase):
+    """A stored object as a file for pyarrow. Its owner closes the source."""
+
+    def __init__(self, source: OpenSource, size: int) -> None:
+        self._source = source
+        self._size = size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._size - self._at, 0)
+        data = self._source.read(self._at, left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+
+# Describing
+
+
+def _fragments(lookup: Lookup, snapshot: Snapshot, partition: str, prefix: Prefix) -> Iterator[_Described]:
+    """The files with a live row."""
+    left = set(_live(lookup, snapshot, partition, prefix))
+    # A late replay brings rows back beside the shard that replaced them; it has no live row of its own.
+    for shard in sorted(snapshot.shards[partition], key=lambda shard: shard.name.level, reverse=True):
+        held = {row.record_id for row in shard.index.rows}
+        if left.isdisjoint(held):
+            continue
+        mine = [row for row in shard.index.rows if _belongs(lookup, prefix, row)]
+        hidden = [row.record_id for row in mine if row.record_id not in left]
+        left -= held
+        yield shard.path, _guarantee(lookup, shard), hidden, len(mine) < len(shard.index.rows)
+
+
+def _belongs(lookup: Lookup, prefix: Prefix, row: Row) -> bool:
+    return lookup.run in (None, row.run_id) and prefix.matches(row.components, row.choice)
+
+
+def _is_whole(lookup: Lookup, prefix: Prefix) -> bool:
+    """Whether every row of a partition under the prefix belongs to it."""
+    deeper = prefix.components[lookup.format.keys.partition_by :]
+    return lookup.run is None and prefix.choice is None and not any(deeper)
+
+
+def _selection(lookup: Lookup, prefix: Prefix) -> Expression:
+    """What `_belongs` says, for Arrow."""
+    pinned = zip(lookup.format.keys.components, prefix.components, strict=True)
+    terms = [pc.field(name) == value for name, value in pinned if value is not None]
+    if prefix.choice is not None:
+        terms.append(pc.field("choice") == prefix.choice)
+    if lookup.run is not None:
+        terms.append(pc.field("run_id") == lookup.run)
+    return reduce(and_, terms)
+
+
+def _guarantee(lookup: Lookup, shard: Shard) -> Expression:
+    """What holds for every row of a shard, by its index."""
+    rows = shard.index.rows
+    columns = {name: [getattr(row, name) for row in rows] for name in _RANGED}
+    for at, name in enumerate(lookup.format.keys.components):
+        columns[name] = [row.components[at] for row in rows]
+    return reduce(and_, [_range(name, values) for name, values in columns.items()])
+
+
+def _named(partition: str, item: Listed) -> Expression:
+    """The same by its name and directory alone."""
+    levels = [_range(name, [value]) for name, value in parse_partition(partition) or ()]
+    return reduce(and_, levels, _range("t_submit", [item.name.tmin, item.name.tmax]))
+
+
+def _range(name: str, values: Sequence[Any]) -> Expression:
+    """The least and the greatest, or null where some are."""
+    known = [value for value in values if value is not None]
+    column = pc.field(name)
+    if not known:
+        return column.is_null()
+    least, most = (pa.scalar(end, _U64) if name == "t_submit" else end for end in (min(known), max(known)))
+    inside = column == least if min(known) == max(known) else (column >= least) & (column <= most)
+    return inside | column.is_null() if len(known) < len(values) else inside

@@ -1,0 +1,245 @@
+"""From ids and prefixes to visible rows and records: what every read of a dataset shares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+import numpy.typing as npt
+
+from rr_dataset.description import read_format
+from rr_dataset.errors import InvalidInputError, RecordDroppedError, RecordNotFoundError
+from rr_dataset.keys import Prefix
+from rr_dataset.layout import parse_partition, parse_ref, partition_path, row_ref
+from rr_dataset.live import assemble
+from rr_dataset.payload import Arrays, Draft, fill
+from rr_dataset.record import RecordHead, RoutingRecord
+from rr_dataset.selection import Tokens
+from rr_dataset.snapshot import Located, Reader, Snapshot
+from rr_dataset.storage import open_storage
+
+ON_MISSING = ("raise", "none")
+PARTITIONS_AT_ONCE = 64  # share one listing of tombstones when everything is read
+ROWS_AT_ONCE = 4096  # whose indexes are in memory for that; a single partition may have more
+NAMED = 10  # ids that an error spells out
+
+_R = TypeVar("_R")
+
+
+class Found(NamedTuple):
+    """A record that is there: what it is, and its rows by record id."""
+
+    head: RecordHead
+    rows: Mapping[str, Located]
+
+
+FoundByKey = Mapping[str, Found]
+
+
+class Lookup:
+    """What a process needs to read a dataset. Thread-safe; never shared with a forked child."""
+
+    def __init__(self, uri: str, run: str | None, storage_options: Mapping[str, Any] | None) -> None:
+        self.pid = os.getpid()
+        self.run = run
+        self.storage = open_storage(uri, storage_options)
+        self.format = read_format(self.storage)
+        self.reader = Reader(self.storage, self.format)
+
+    def prefix(self, prefix: str | Mapping[str, str | int] | None) -> Prefix:
+        """The prefix by component; None covers everything."""
+        if prefix is None:
+            return Prefix((None,) * len(self.format.keys.components))
+        return self.format.keys.parse_prefix(prefix)
+
+    def by_partition(self, ids: Iterable[str]) -> dict[str, set[str]]:
+        """The ids by the path of their partition."""
+        keys = self.format.keys
+        wanted: dict[str, set[str]] = {}
+        for request_id in ids:
+            path = partition_path(keys.partition(keys.parse(request_id).components))
+            wanted.setdefault(path, set()).add(request_id)
+        return wanted
+
+    def partition_paths(self, prefix: Prefix) -> Iterator[str]:
+        """The partition directories that may hold a match, sorted; pinned levels are not listed."""
+        storage, names = self.storage, self.format.keys.components[: self.format.keys.partition_by]
+
+        def walk(path: str, level: int) -> Iterator[str]:
+            if level == len(names):
+                yield path
+                return
+            value = prefix.components[level]
+            if value is None:
+                segments = sorted(segment for segment in storage.list_dirs(path) if _is_level(segment, names[level]))
+            else:
+                segments = [partition_path([(names[level], value)])]
+            for segment in segments:
+                yield from walk(f"{path}/{segment}" if path else segment, level + 1)
+
+        return walk("", 0)
+
+    def each(self, paths: Iterable[str], use: Callable[[Snapshot], _R], *, names_only: bool = False) -> Iterator[_R]:
+        """`use` on snapshots of some partitions after the other, so that the rows of all are never in memory together.
+
+        names_only: as in `Reader.read`.
+        """
+        left, at_once = iter(paths), 1
+
+        def counted(snapshot: Snapshot) -> tuple[int, _R]:
+            return sum(len(shard.index.rows) for shards in snapshot.shards.values() for shard in shards), use(snapshot)
+
+        while batch := list(islice(left, at_once)):
+            rows, result = self.reader.read(batch, counted, names_only=names_only)
+            at_once = min(PARTITIONS_AT_ONCE, max(1, ROWS_AT_ONCE * len(batch) // max(rows, 1)))
+            yield result
+
+    def rows(self, snapshot: Snapshot, partition: str, ids: Iterable[str] | None = None) -> dict[str, list[Located]]:
+        """The visible rows of this run by request id; `ids` None: of all."""
+        found = snapshot.rows(partition, ids)
+        if self.run is None:
+            return found
+        mine = {key: [each for each in rows if each.row.run_id == self.run] for key, rows in found.items()}
+        return {key: rows for key, rows in mine.items() if rows}
+
+    def records(self, snapshot: Snapshot, partition: str, ids: Iterable[str] | None = None) -> dict[str, Found]:
+        """What the visible rows make together, by request id."""
+        found = {}
+        for request_id, rows in self.rows(snapshot, partition, ids).items():
+            head = assemble([located.row for located in rows], self.format.spec)
+            if head is not None:
+                found[request_id] = Found(head, {located.row.record_id: located for located in rows})
+        return found
+
+    def heads(self, asked: Sequence[str], on_missing: str) -> list[RecordHead | None]:
+        """Heads in the order asked."""
+        wanted = self.by_partition(asked)
+
+        def use(snapshot: Snapshot) -> list[RecordHead | None]:
+            found = self._find(snapshot, wanted)
+            self._check_missing(dict(zip(asked, asked, strict=True)), found, snapshot, on_missing)
+            return [found[request_id].head if request_id in found else None for request_id in asked]
+
+        return self.reader.read(list(wanted), use)
+
+    def read(
+        self,
+        asked: Sequence[str],
+        layers: Sequence[int] | None,
+        selections: Sequence[Tokens],
+        *,
+        on_missing: str,
+        out: npt.NDArray[Any] | None = None,
+    ) -> list[RoutingRecord | None]:
+        """Records in the order asked."""
+        wanted = self.by_partition(asked)
+        keys = list(zip(asked, asked, strict=True))
+        return self._fetch(
+            keys, list(wanted), lambda taken: self._find(taken, wanted), layers, selections, on_missing, out
+        )
+
+    def resolve(
+        self, refs: Sequence[str], layers: Sequence[int] | None, selections: Sequence[Tokens]
+    ) -> list[RoutingRecord | None]:
+        """The rows named, each as a record of its own, in the order asked."""
+        keys = [(ref, _parsed(ref)[1]) for ref in refs]
+        asked, wanted = frozenset(refs), self.by_partition(request_id for _, request_id in keys)
+
+        def find(snapshot: Snapshot) -> FoundByKey:
+            found = {}
+            for partition, ids in wanted.items():
+                for request_id, rows in self.rows(snapshot, partition, ids).items():
+                    for located in rows:
+                        ref = row_ref(located.row.record_id, request_id)
+                        head = assemble([located.row], self.format.spec) if ref in asked else None
+                        if head is not None:
+                            found[ref] = Found(head, {located.row.record_id: located})
+            return found
+
+        return self._fetch(keys, list(wanted), find, layers, selections, "raise", None)
+
+    def _find(self, snapshot: Snapshot, wanted: Mapping[str, set[str]]) -> dict[str, Found]:
+        found: dict[str, Found] = {}
+        for partition, ids in wanted.items():
+            found.update(self.records(snapshot, partition, ids))
+        return found
+
+    def _fetch(
+        self,
+        keys: Sequence[tuple[str, str]],
+        partitions: Sequence[str],
+        find: Callable[[Snapshot], FoundByKey],
+        layers: Sequence[int] | None,
+        selections: Sequence[Tokens],
+        on_missing: str,
+        out: npt.NDArray[Any] | None,
+    ) -> list[RoutingRecord | None]:
+        """keys: what `find` finds records by, and their request ids, in the order asked."""
+        spec = self.format.spec
+        chosen = spec.check_layers(layers)
+
+        def use(snapshot: Snapshot) -> list[RoutingRecord | None]:
+            found = find(snapshot)
+            self._check_missing(dict(keys), found, snapshot, on_missing)
+            self._check_dropped(found, len(keys))
+            arrays = Arrays(len(keys))
+            drafts = [
+                Draft(found[key].head, found[key].rows, spec, chosen, tokens, arrays, out) if key in found else None
+                for (key, _), tokens in zip(keys, selections, strict=True)
+            ]
+            fill([draft for draft in drafts if draft is not None], snapshot, self.reader)
+            return [None if draft is None else draft.record() for draft in drafts]
+
+        return self.reader.read(partitions, use, keep_open=True)
+
+    def _check_missing(self, keys: Mapping[str, str], found: FoundByKey, snapshot: Snapshot, on_missing: str) -> None:
+        if on_missing not in ON_MISSING:
+            raise InvalidInputError(f"on_missing={on_missing!r}: expected one of {', '.join(ON_MISSING)}")
+        missing = [key for key in keys if key not in found]
+        if on_missing == "none" or not missing:
+            return
+        of_run = "" if self.run is None else f" of run {self.run!r}"
+        damaged = [
+            path for place in self.by_partition(keys[key] for key in missing) for path in snapshot.damaged[place]
+        ]
+        hint = f"; damaged and stepped over, these may have held them: {listed(damaged)}" if damaged else ""
+        raise RecordNotFoundError(
+            f"{self.storage.uri} has no record{of_run} of {len(missing)} of {len(keys)} ids: {listed(missing)}. "
+            f"Not yet flushed, deleted, or never put{hint}"
+        )
+
+    def _check_dropped(self, found: FoundByKey, count: int) -> None:
+        dropped = [f"{key} ({each.head.reason})" for key, each in found.items() if each.head.status == "dropped"]
+        if dropped:
+            raise RecordDroppedError(
+                f"{self.storage.uri}: the writer dropped {len(dropped)} of {count} ids: {listed(dropped)}"
+            )
+
+
+def id_list(ids: Iterable[str], what: str = "request ids") -> list[str]:
+    """Several ids; a single one is an error that says so."""
+    if isinstance(ids, (str, bytes)):
+        raise InvalidInputError(f"{ids!r}: expected several {what}, for example [{ids!r}]")
+    return list(ids)
+
+
+def listed(texts: Sequence[str]) -> str:
+    """The first texts, and how many more there are."""
+    shown = ", ".join(texts[:NAMED])
+    return shown if len(texts) <= NAMED else f"{shown} and {len(texts) - NAMED} more"
+
+
+def _parsed(ref: str) -> tuple[str, str]:
+    parsed = parse_ref(ref)
+    if parsed is None:
+        raise InvalidInputError(
+            f"ref {ref!r}: expected the `ref` of a Receipt, <16 hex digits>-<16 hex digits>:<request id>"
+        )
+    return parsed
+
+
+def _is_level(segment: str, name: str) -> bool:
+    pairs = parse_partition(segment)
+    return pairs is not None and pairs[0][0] == name
