@@ -58,9 +58,13 @@ def test_times_are_shown_with_three_digits(seconds: float, unit: str, text: str)
 
 
 def test_a_folder_goes_also_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), Bench(tmp_path, quick=True).folder() as folder:
-        (folder / "file").touch()
-        raise ZeroDivisionError
+    def fail() -> None:
+        with Bench(tmp_path, quick=True).folder() as folder:
+            (folder / "file").touch()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert not list(tmp_path.iterdir())
 
 
