@@ -15,7 +15,7 @@ import typer
 
 from rr_dataset.errors import RoutingDatasetError, RoutingDatasetWarning
 
-from . import datasets, demo, output, records
+from . import datasets, demo, doctor, output, records
 
 app = typer.Typer(
     name="rr-dataset",
@@ -28,6 +28,7 @@ app.command()(datasets.create)
 app.command()(datasets.info)
 app.command()(datasets.ls)
 app.command()(records.get)
+app.command()(doctor.doctor)
 app.command()(demo.demo)
 
 

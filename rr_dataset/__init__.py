@@ -7,7 +7,9 @@ and an engine process never uses one.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rr_dataset.errors import (
@@ -44,6 +46,7 @@ from rr_dataset.record import RecordHead, RoutingRecord, RoutingSpec
 
 if TYPE_CHECKING:
     from rr_dataset.dataset import DatasetInfo, RoutingDataset, create_dataset, open_dataset
+    from rr_dataset.doctor import Finding, doctor
     from rr_dataset.follow import PollCursor
     from rr_dataset.writer import FlushReport, Receipt, RoutingWriter
 
@@ -52,6 +55,8 @@ _LAZY = {
     "PollCursor": "rr_dataset.follow",
     "RoutingDataset": "rr_dataset.dataset",
     "create_dataset": "rr_dataset.dataset",
+    "Finding": "rr_dataset.doctor",
+    "doctor": "rr_dataset.doctor",
     "open_dataset": "rr_dataset.dataset",
     "FlushReport": "rr_dataset.writer",
     "Receipt": "rr_dataset.writer",
@@ -63,6 +68,7 @@ __all__ = [
     "CorruptSpoolError",
     "DatasetInfo",
     "DatasetNotFoundError",
+    "Finding",
     "FlushReport",
     "FlushTimeoutError",
     "FormatError",
@@ -97,6 +103,7 @@ __all__ = [
     "WriterForkedError",
     "WriterOptions",
     "create_dataset",
+    "doctor",
     "open_dataset",
 ]
 
@@ -111,3 +118,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _Facade(ModuleType):
+    """The package: a function keeps its name also when the module of the same name has been imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _LAZY and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Facade
