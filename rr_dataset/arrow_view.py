@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as pads
 import pyarrow.fs as pafs
 
-from rr_dataset.errors import CorruptShardError, InvalidInputError, ObjectNotFoundError, ReadConflictError
+from rr_dataset.errors import CorruptShardError, InvalidInputError, ObjectNotFoundError, ReadConflictError, StorageError
 from rr_dataset.keys import Prefix
 from rr_dataset.layout import parse_partition
 from rr_dataset.lookup import Lookup
@@ -44,7 +44,7 @@ def scan(
         return [(path, _live(lookup, snapshot, path, parsed)) for path in snapshot.shards]
 
     def batches() -> Iterator[pa.RecordBatch]:
-        for partitions in lookup.each(lookup.partition_paths(parsed), use):
+        for partitions in lookup.reader.read_each(lookup.partition_paths(parsed), use):
             for path, rows in partitions:
                 yield from _scan_partition(lookup, path, rows, names)
 
@@ -69,7 +69,7 @@ def to_pyarrow(lookup: Lookup, prefix: str | Mapping[str, str | int] | None, pru
         ]
         return [*unread, *(each for path in snapshot.shards for each in _fragments(lookup, snapshot, path, parsed))]
 
-    for found in lookup.each(lookup.partition_paths(parsed), use, names_only=not prune):
+    for found in lookup.reader.read_each(lookup.partition_paths(parsed), use, names_only=not prune):
         for path, guarantee, hidden, mixed in found:
             place = f"{lookup.storage.uri}/{path}"
             fragments.append(file_format.make_fragment(place, filesystem, partition_expression=guarantee))
@@ -156,7 +156,9 @@ def _read_shard(
                 if len(chosen) < len(held):
                     batch = batch.take(pa.array([row - held.start for row in chosen]))
                 yield chosen, batch
-    except (pa.ArrowInvalid, KeyError) as error:
+    except StorageError:
+        raise
+    except (pa.ArrowInvalid, OSError, KeyError) as error:
         raise CorruptShardError(f"{lookup.storage.uri}: {shard.path}: pyarrow cannot read it: {error}") from error
 
 

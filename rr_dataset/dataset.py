@@ -351,7 +351,7 @@ class RoutingDataset:
                 if parsed.matches(rows[0].row.components, rows[0].row.choice)
             ]
 
-        for found in client.each(client.partition_paths(parsed), use):
+        for found in client.reader.read_each(client.partition_paths(parsed), use):
             yield from found
 
     def partitions(self, prefix: str | Mapping[str, str | int] | None = None) -> Iterator[PartitionInfo]:

@@ -115,7 +115,7 @@ def poll(lookup: Lookup, cursor: PollCursor | None) -> tuple[list[RecordHead], P
         ]
 
     heads = []
-    for news in lookup.each(changed(), use):
+    for news in lookup.reader.read_each(changed(), use):
         for path, told, new in news:
             after[path] = Seen(changed_ns[path], told)
             heads += new

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
@@ -21,11 +20,7 @@ from rr_dataset.snapshot import Located, Reader, Snapshot
 from rr_dataset.storage import open_storage
 
 ON_MISSING = ("raise", "none")
-PARTITIONS_AT_ONCE = 64  # share one listing of tombstones when everything is read
-ROWS_AT_ONCE = 4096  # whose indexes are in memory for that; a single partition may have more
 NAMED = 10  # ids that an error spells out
-
-_R = TypeVar("_R")
 
 
 class Found(NamedTuple):
@@ -80,21 +75,6 @@ class Lookup:
                 yield from walk(f"{path}/{segment}" if path else segment, level + 1)
 
         return walk("", 0)
-
-    def each(self, paths: Iterable[str], use: Callable[[Snapshot], _R], *, names_only: bool = False) -> Iterator[_R]:
-        """`use` on snapshots of some partitions after the other, so that the rows of all are never in memory together.
-
-        names_only: as in `Reader.read`.
-        """
-        left, at_once = iter(paths), 1
-
-        def counted(snapshot: Snapshot) -> tuple[int, _R]:
-            return sum(len(shard.index.rows) for shards in snapshot.shards.values() for shard in shards), use(snapshot)
-
-        while batch := list(islice(left, at_once)):
-            rows, result = self.reader.read(batch, counted, names_only=names_only)
-            at_once = min(PARTITIONS_AT_ONCE, max(1, ROWS_AT_ONCE * len(batch) // max(rows, 1)))
-            yield result
 
     def rows(self, snapshot: Snapshot, partition: str, ids: Iterable[str] | None = None) -> dict[str, list[Located]]:
         """The visible rows of this run by request id; `ids` None: of all."""

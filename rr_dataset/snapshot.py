@@ -14,10 +14,11 @@ import resource
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from threading import Lock
 from types import TracebackType
 from typing import NamedTuple, TypeVar
@@ -37,6 +38,8 @@ from rr_dataset.tombstones import TombstoneCache, TombstoneSet, list_tombstones
 
 MAX_ATTEMPTS = 5  # each finds a later state of the store; losing five races in a row means that something else is wrong
 INDEX_CACHE_BYTES = 256 << 20
+PARTITIONS_AT_ONCE = 64  # share one listing of tombstones when everything is read
+ROWS_AT_ONCE = 4096  # whose indexes are in memory then; a single partition may have more
 OPEN_SHARE = 16  # a call keeps at most this part of the process's descriptors open; threads read at once
 MAX_OPEN = 64  # and no more than these: shells allow 1024 a process
 
@@ -193,6 +196,7 @@ class Reader:
         self.storage = storage
         self.workers = Workers(READ_THREADS)
         self._format = fmt
+        self._limit_s = fmt.grace_s / 2
         self._indexes = IndexCache()
         self._tombstones = TombstoneCache(fmt.keys)
         self._warned: set[str] = set()
@@ -214,26 +218,64 @@ class Reader:
 
         Raises ReadConflictError after some attempts. `use` may run more than once and must not change what it is given.
         """
-        limit_s = self._format.grace_s / 2
         problem: ObjectNotFoundError | None = None
         for _ in range(MAX_ATTEMPTS):
-            started = time.monotonic()
             try:
-                listed = self.listing(partitions)
-                tombstones = list_tombstones(self.storage, self._tombstones)
-                if time.monotonic() - started > limit_s:
-                    continue
-                with Snapshot({}, tombstones, {}) as snapshot:
-                    if names_only:
-                        self._set_aside(listed, snapshot)
-                    self._load(listed, snapshot, keep_open=keep_open)
-                    return use(snapshot)
+                view = self._view(partitions)
+                if view is not None:
+                    return self._use(*view, use, keep_open=keep_open, names_only=names_only)
             except ObjectNotFoundError as error:
                 problem = error
-        reason = "a file vanished each time" if problem else f"listing took longer than {limit_s:g} s each time"
+        reason = "a file vanished each time" if problem else f"listing took longer than {self._limit_s:g} s each time"
         raise ReadConflictError(
             f"{self.storage.uri}: {MAX_ATTEMPTS} attempts to read failed, {reason}; try again when less is deleted at once"
         ) from problem
+
+    def read_each(
+        self, partitions: Iterable[str], use: Callable[[Snapshot], _R], *, names_only: bool = False
+    ) -> Iterator[_R]:
+        """`use` on snapshots of a few partitions after the other, so that never the rows of all are in memory.
+
+        A snapshot has one partition, or several with together at most ROWS_AT_ONCE rows. Otherwise as `read`.
+        """
+        left = iter(partitions)
+        while batch := list(islice(left, PARTITIONS_AT_ONCE)):
+            try:
+                view = self._view(batch)
+            except ObjectNotFoundError:
+                view = None
+            if view is None:
+                yield self.read(batch, use, names_only=names_only)
+                continue
+            listed, tombstones = view
+            for group in _groups(listed):
+                try:
+                    result = self._use(group, tombstones, use, names_only=names_only)
+                except ObjectNotFoundError:
+                    result = self.read(list(group), use, names_only=names_only)
+                yield result
+
+    def _view(self, partitions: Sequence[str]) -> tuple[dict[str, list[Listed]], TombstoneSet] | None:
+        """Steps 1 and 2; None if they took too long to be trusted."""
+        started = time.monotonic()
+        listed = self.listing(partitions)
+        tombstones = list_tombstones(self.storage, self._tombstones)
+        return None if time.monotonic() - started > self._limit_s else (listed, tombstones)
+
+    def _use(
+        self,
+        listed: dict[str, list[Listed]],
+        tombstones: TombstoneSet,
+        use: Callable[[Snapshot], _R],
+        *,
+        keep_open: bool = False,
+        names_only: bool = False,
+    ) -> _R:
+        with Snapshot({}, tombstones, {}) as snapshot:
+            if names_only:
+                listed = self._set_aside(listed, snapshot)
+            self._load(listed, snapshot, keep_open=keep_open)
+            return use(snapshot)
 
     def listing(self, partitions: Sequence[str]) -> dict[str, list[Listed]]:
         """The shards in each partition: path, entry, name. Files that are none are warned of once, and left out."""
@@ -256,13 +298,13 @@ class Reader:
             listed[partition] = shards
         return listed
 
-    def _set_aside(self, listed: dict[str, list[Listed]], snapshot: Snapshot) -> None:
+    def _set_aside(self, listed: dict[str, list[Listed]], snapshot: Snapshot) -> dict[str, list[Listed]]:
+        """What is left when partitions that need no index have gone to `snapshot.unread`."""
         for partition, shards in listed.items():
             alone = sum(item.name.rows for item in shards) == 1
             if alone and not snapshot.tombstones.applied(parse_partition(partition) or (), shards[0].name.tmin):
                 snapshot.unread[partition] = shards
-        for partition in snapshot.unread:
-            del listed[partition]
+        return {partition: shards for partition, shards in listed.items() if partition not in snapshot.unread}
 
     def _load(self, listed: dict[str, list[Listed]], snapshot: Snapshot, *, keep_open: bool) -> None:
         """Fill the snapshot with what is visible of the listed shards, reading the indexes that are not known."""
@@ -328,3 +370,17 @@ class Reader:
         if path not in self._warned:
             self._warned.add(path)
             warnings.warn(f"{self.storage.uri}: {path} {problem}", RoutingDatasetWarning, stacklevel=2)
+
+
+def _groups(listed: dict[str, list[Listed]]) -> Iterator[dict[str, list[Listed]]]:
+    """The partitions in groups of at most ROWS_AT_ONCE rows by their names, or of one partition that has more."""
+    group: dict[str, list[Listed]] = {}
+    rows = 0
+    for partition, shards in listed.items():
+        more = sum(item.name.rows for item in shards)
+        if group and rows + more > ROWS_AT_ONCE:
+            yield group
+            group, rows = {}, 0
+        group[partition] = shards
+        rows += more
+    yield group

@@ -338,7 +338,7 @@ def test_a_pinned_prefix_lists_one_directory(stored: Stored, monkeypatch: pytest
 
 
 def test_ids_over_many_partitions(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rr_dataset.lookup.PARTITIONS_AT_ONCE", 3)
+    monkeypatch.setattr("rr_dataset.snapshot.PARTITIONS_AT_ONCE", 3)
     names = [f"p{number}" for number in range(10)]
     for name in names:
         stored.put(name)

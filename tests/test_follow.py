@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 import threading
@@ -184,6 +185,30 @@ def test_a_directory_that_may_still_change_within_the_tick_is_listed(
     lists = Lists(monkeypatch)
     stored.dataset.poll(cursor)
     assert lists.take() == ["data_id=a"]
+
+
+def test_a_directory_tells_when_its_names_changed(stored: Stored) -> None:
+    """Also where a copying tool sets its modification time back."""
+    first, second = stored.shard(stored.row("a")), stored.shard(stored.row("a"))
+    storage, directory = stored.dataset._client().storage, first.parent
+    assert storage.changed_ns("data_id=b") is None
+
+    def changes_after(action: Callable[[], Any]) -> bool:
+        """Within a tick of the clock: so again until it shows."""
+        before = storage.changed_ns("data_id=a")
+        for _ in range(1000):
+            action()
+            os.utime(directory, ns=(1, 1))
+            if storage.changed_ns("data_id=a") != before:
+                return True
+        return False
+
+    assert changes_after(lambda: stored.put("a"))
+    assert changes_after(lambda: second.unlink(missing_ok=True))
+    unchanged = storage.changed_ns("data_id=a")
+    first.read_bytes()
+    stored.put("b")
+    assert storage.changed_ns("data_id=a") == unchanged
 
 
 @pytest.mark.usefixtures("later")

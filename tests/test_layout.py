@@ -24,10 +24,12 @@ from rr_dataset.layout import (
     DatasetFormat,
     ShardName,
     parse_partition,
+    parse_ref,
     parse_shard_name,
     parse_tombstone_name,
     partition_path,
     quote_value,
+    row_ref,
     tombstone_name,
     unquote_value,
 )
@@ -281,6 +283,13 @@ def test_a_tombstone_that_has_no_name_is_refused(made_ms: int, unique: str) -> N
 )
 def test_foreign_files_are_no_tombstones(text: str) -> None:
     assert parse_tombstone_name(text) is None
+
+
+@given(hex_digits, hex_digits, any_texts)
+def test_refs_read_back(stamp: str, writer: str, request_id: str) -> None:
+    ref = row_ref(f"{stamp}-{writer}", request_id)
+    assert parse_ref(ref) == ((f"{stamp}-{writer}", request_id) if request_id else None)
+    assert parse_ref(ref[1:]) is None
 
 
 def test_our_own_files_stay_out_of_the_way_of_foreign_readers() -> None:

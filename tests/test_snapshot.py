@@ -186,6 +186,21 @@ def test_shards_that_keep_vanishing_are_a_clear_error(stored: Stored, reader: Re
     assert isinstance(caught.value.__cause__, rr.ObjectNotFoundError)
 
 
+def test_partitions_known_by_name_survive_a_new_attempt(stored: Stored, reader: Reader, hooked: Hooked) -> None:
+    stored.put("a")
+    old = [stored.shard(stored.row("b:1")), stored.shard(stored.row("b:2"))]
+
+    def compact(name: str, path: str) -> None:
+        if path == TOMBSTONE_DIR and old[0].exists():
+            stored.shard(stored.row("b:1"), stored.row("b:2"), inputs=old, level=1)
+            for each in old:
+                each.unlink()
+
+    hooked.after = compact
+    (taken,) = reader.read_each([A, B], lambda taken: taken, names_only=True)
+    assert (list(taken.unread), list(taken.shards)) == ([A], [B])
+
+
 @pytest.mark.parametrize(("slow_turns", "error"), [(1, False), (4, False), (5, True)])
 def test_listings_that_take_too_long_are_not_trusted(
     stored: Stored, reader: Reader, hooked: Hooked, monkeypatch: pytest.MonkeyPatch, slow_turns: int, error: bool
@@ -266,6 +281,40 @@ def test_shards_stay_open_until_the_snapshot_is_used_up(stored: Stored, reader: 
         with pytest.raises(rr.StorageError):
             source.tail(1)  # closed
     assert reader.read([A], lambda taken: taken.sources, keep_open=True) == {}  # known by now
+
+
+def test_large_partitions_are_taken_alone_and_small_ones_together(
+    stored: Stored, reader: Reader, hooked: Hooked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "ROWS_AT_ONCE", 8)
+    for name in "abcdef":
+        stored.shard(*[stored.row(f"{name}:{number}") for number in range(2 if name < "d" else 9)])
+
+    def use(taken: Snapshot) -> str:
+        return "".join(path[-1] for path in taken.shards)
+
+    paths = [f"data_id={name}" for name in "abcdefg"]
+    assert list(reader.read_each(paths, use)) == ["abc", "d", "e", "f", "g"]
+    assert [path for name, path in hooked.calls if name == "list"] == [*paths, TOMBSTONE_DIR]
+    monkeypatch.setattr(snapshot, "PARTITIONS_AT_ONCE", 2)
+    assert list(reader.read_each(paths, use)) == ["ab", "c", "d", "e", "f", "g"]
+
+
+def test_a_group_whose_shard_vanished_is_read_anew(stored: Stored, reader: Reader) -> None:
+    stored.put("a")
+    old = stored.shard(stored.row("b"))
+    stored.put("c")
+
+    def use(taken: Snapshot) -> list[int]:
+        return [shard.name.tmin for shards in taken.shards.values() for shard in shards]
+
+    groups = reader.read_each([A, B, "data_id=c"], use)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "ROWS_AT_ONCE", 1)
+        assert next(groups) == [1]
+        stored.shard(stored.row("b"), inputs=[old], level=1)
+        old.unlink()
+        assert list(groups) == [[4], [3]]
 
 
 def test_names_tell_of_a_single_row_that_nothing_hides(stored: Stored, reader: Reader, hooked: Hooked) -> None:
