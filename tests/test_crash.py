@@ -104,8 +104,10 @@ def test_a_worker_that_is_killed_before_it_publishes_leaves_all_to_the_next(root
 def test_sigterm_lets_the_worker_finish_and_another_one_follows(root: Path, place: Path) -> None:
     with rr.RoutingWriter(root, options(place), create=SPEC) as writer:
         pid = writer.stats().worker_pid
+        receipts = [writer.put("a:0", experts(0), "LTK")]
+        receipts[0].wait()  # the worker is at work, so it minds the signal
         with stopped(pid):
-            receipts = [writer.put(f"a:{i}", experts(i), "LTK") for i in range(5)]
+            receipts += [writer.put(f"a:{i}", experts(i), "LTK") for i in range(1, 5)]
             writer._spool.close_active()
             os.kill(pid, signal.SIGTERM)
         until(lambda: not alive(pid), "the worker ends")
