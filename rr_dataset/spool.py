@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import mmap
 import os
 import shutil
@@ -48,6 +49,8 @@ CONTROL_BYTES = 1 << 20  # a slab for drop rows only, about 4,000 of them
 CONTROL_SLABS = 2  # come on top of spool_bytes
 SHM = Path("/dev/shm")  # noqa: S108 - not a predictable file: each spool is a folder of its own, mode 0700
 SHM_SHARE = 8  # all spools of a host together take at most an eighth of it
+
+_log = logging.getLogger("rr_dataset")
 
 
 class Spool:
@@ -291,6 +294,8 @@ def choose_base(spool_dir: str | None, spool_bytes: int) -> Path:
     for base in [Path(spool_dir)] if spool_dir else [SHM, Path(tempfile.gettempdir())]:
         problem = _problem(base, spool_bytes + CONTROL_SLABS * CONTROL_BYTES, shared=not spool_dir and base == SHM)
         if problem is None:
+            if tried:
+                _log.warning("the spool goes to %s, where puts may be slower: %s", base, "; ".join(tried))
             return base
         tried.append(f"{base}: {problem}")
     raise SpoolUnavailableError(
