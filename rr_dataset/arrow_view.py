@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as pads
 import pyarrow.fs as pafs
 
-from rr_dataset.errors import CorruptShardError, InvalidInputError, ObjectNotFoundError, ReadConflictError, StorageError
+from rr_dataset.errors import CorruptShardError, InvalidInputError, ObjectNotFoundError, ReadConflictError
 from rr_dataset.keys import Prefix
 from rr_dataset.layout import parse_partition
 from rr_dataset.lookup import Lookup
@@ -143,9 +143,10 @@ def _read_shard(
     wanted = sorted(located.number for located in rows.values() if located.shard is shard)
     schema = shard_schema(lookup.format.spec, lookup.format.keys)
     options = pa.ipc.IpcReadOptions(included_fields=sorted(map(schema.get_field_index, names)), use_threads=False)
-    try:
-        with lookup.storage.open(shard.path) as source:
-            reader = pa.ipc.open_file(pa.PythonFile(_File(source, shard.entry.size), mode="r"), options=options)
+    with lookup.storage.open(shard.path) as source:
+        file = _File(source, shard.entry.size)
+        try:
+            reader = pa.ipc.open_file(pa.PythonFile(file, mode="r"), options=options)
             at = 0
             while at < len(wanted):
                 number = shard.index.batch_of(wanted[at])
@@ -156,10 +157,10 @@ def _read_shard(
                 if len(chosen) < len(held):
                     batch = batch.take(pa.array([row - held.start for row in chosen]))
                 yield chosen, batch
-    except StorageError:
-        raise
-    except (pa.ArrowInvalid, OSError, KeyError) as error:
-        raise CorruptShardError(f"{lookup.storage.uri}: {shard.path}: pyarrow cannot read it: {error}") from error
+        except (pa.ArrowInvalid, OSError, KeyError) as error:
+            if file.error is not None:
+                raise file.error from None
+            raise CorruptShardError(f"{lookup.storage.uri}: {shard.path}: pyarrow cannot read it: {error}") from error
 
 
 class _File(io.RawIOBase):
@@ -169,6 +170,7 @@ class _File(io.RawIOBase):
         self._source = source
         self._size = size
         self._at = 0
+        self.error: BaseException | None = None  # of a read: pyarrow would make an OSError of it
 
     def readable(self) -> bool:
         return True
@@ -185,7 +187,11 @@ class _File(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         left = max(self._size - self._at, 0)
-        data = self._source.read(self._at, left if size < 0 else min(size, left))
+        try:
+            data = self._source.read(self._at, left if size < 0 else min(size, left))
+        except BaseException as error:
+            self.error = error
+            raise
         self._at += len(data)
         return data
 

@@ -182,6 +182,22 @@ def test_shards_that_keep_vanishing_during_a_scan_are_a_clear_error(
         list(stored.dataset.scan())
 
 
+@pytest.mark.parametrize("error", [rr.StorageError(5, "I/O error"), rr.CorruptShardError("ends early"), MemoryError()])
+def test_a_failing_read_raises_what_the_store_raised(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    stored.put("a")
+    list(stored.dataset.ids())
+
+    def fail(*_: Any) -> bytes:
+        raise error
+
+    monkeypatch.setattr(LocalSource, "read", fail)
+    with pytest.raises(type(error)) as caught:
+        list(stored.dataset.scan())
+    assert caught.value is error
+
+
 def test_damage_that_the_index_does_not_show_names_the_file(stored: Stored) -> None:
     path = stored.shard(stored.row("a", 2000), compression="zstd")
     data = bytearray(path.read_bytes())
