@@ -200,7 +200,7 @@ class Reader:
         self._indexes = IndexCache()
         self._tombstones = TombstoneCache(fmt.keys)
         self._warned: set[str] = set()
-        self._max_open = min(MAX_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // OPEN_SHARE)
+        self._max_open = _max_open()
 
     def read(
         self,
@@ -384,3 +384,8 @@ def _groups(listed: dict[str, list[Listed]]) -> Iterator[dict[str, list[Listed]]
         group[partition] = shards
         rows += more
     yield group
+
+
+def _max_open() -> int:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_OPEN if limit == resource.RLIM_INFINITY else min(MAX_OPEN, limit // OPEN_SHARE)

@@ -253,6 +253,16 @@ def test_a_filter_opens_only_matching_files(several: Stored, condition: Any, fil
             dataset.to_table()
 
 
+def test_a_file_with_nulls_is_opened_for_them(stored: Stored) -> None:
+    stored.shard(stored.row("a:1"), stored.row("a:1:2", weights="v1"))
+    stored.shard(stored.row("b:1:2", weights="v2"))
+    dataset = stored.dataset.to_pyarrow()
+    assert shown(dataset, filter=F("turn_id").is_null()) == ["a:1"]
+    assert shown(dataset, filter=F("turn_id") == "2") == ["a:1:2", "b:1:2"]
+    assert shown(dataset, filter=F("weight_version").is_null()) == ["a:1"]
+    assert [len(list(dataset.get_fragments(F("turn_id") == turn))) for turn in "123"] == [0, 2, 0]
+
+
 def test_without_reading_indexes_names_prune(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(4):
         stored.put(f"p{number}:1")

@@ -142,6 +142,17 @@ def test_deleted_rows_are_forgotten_and_a_new_put_is_told(stored: Stored) -> Non
     assert ids(stored.dataset.poll(cursor)[0]) == ["b"]
 
 
+def test_a_put_that_counts_again_is_not_told_again(stored: Stored) -> None:
+    stored.put("a", run="one")
+    stored.put("a", run="two")
+    _, cursor = stored.dataset.poll()
+    stored.tombstone("prefix", "a", run="two")
+    stored.put("a:1")
+    heads, cursor = stored.dataset.poll(cursor)
+    assert ids(heads) == ["a:1"]
+    assert stored.dataset.heads(["a"])[0].run_id == "one"
+
+
 def test_a_run_sees_its_own_rows(stored: Stored) -> None:
     stored.put("a", run="one")
     stored.put("b", run="two")

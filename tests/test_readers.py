@@ -260,20 +260,17 @@ def test_the_limit_is_one(large: Stored) -> None:
 
 @pytest.mark.nightly
 def test_100000_partitions(tmp_path: Path) -> None:
-    stored = Stored(tmp_path / "ds", keys=rr.KeyScheme.uuid(100_000))
-    ids = [f"r{number}" for number in range(160_000)]
-    held: dict[str, list[RowData]] = {}
+    stored = Stored(tmp_path / "ds")
+    ids = sorted(f"p{number}:0" for number in range(100_000))
     for request_id in ids:
-        data = stored.row(request_id, 1)
-        held.setdefault(data.row.components[0] or "", []).append(data)
-    for rows in held.values():
-        stored.shard(*rows)
-    assert len(held) > 79_000
+        stored.put(request_id, 1)
     ds = rr.open_dataset(stored.root)
-    assert sorted(ds.ids()) == sorted(ids)
+    assert list(ds.ids()) == ids
     assert [record.request_id for record in ds.get_many(ids[::1000])] == ids[::1000]
     heads, cursor = ds.poll()
     assert len(heads) == len(ids)
+    assert len(cursor.to_bytes()) < 25 * len(ids)
     stored.put("new")
     assert [head.request_id for head in ds.poll(cursor)[0]] == ["new"]
     assert sum(batch.num_rows for batch in ds.scan(columns=["request_id"])) == len(ids) + 1
+    assert ds.to_pyarrow(prune=False).count_rows() == len(ids) + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import threading
 import time
@@ -281,6 +282,20 @@ def test_shards_stay_open_until_the_snapshot_is_used_up(stored: Stored, reader: 
         with pytest.raises(rr.StorageError):
             source.tail(1)  # closed
     assert reader.read([A], lambda taken: taken.sources, keep_open=True) == {}  # known by now
+
+
+@pytest.mark.parametrize(
+    ("limit", "at_most"), [(128, 8), (1024, 64), (1 << 20, 64), (resource.RLIM_INFINITY, 64), (8, 0)]
+)
+def test_the_limit_of_descriptors_is_shared_with_other_threads(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch, limit: int, at_most: int
+) -> None:
+    for number in range(70):
+        stored.put(f"a:{number}")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    reader = Reader(open_storage(stored.root), stored.dataset.format)
+    # threads may each add the one they are at
+    assert at_most <= reader.read([A], lambda taken: len(taken.sources), keep_open=True) <= at_most + 3 * bool(at_most)
 
 
 def test_large_partitions_are_taken_alone_and_small_ones_together(
