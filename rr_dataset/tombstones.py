@@ -13,13 +13,14 @@ asked for and never lists what that met: rows still in some writer's spool are c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rr_dataset.errors import FormatError, InvalidInputError, NewerFormatError
 from rr_dataset.keys import KeyScheme, Prefix
-from rr_dataset.layout import TOMBSTONE_DIR, ShardName, parse_tombstone_name
+from rr_dataset.layout import STAGING_DIR, TOMBSTONE_DIR, ShardName, parse_tombstone_name, tombstone_name
 from rr_dataset.record import Row
 from rr_dataset.storage import Storage
 
@@ -27,6 +28,7 @@ KINDS = ("prefix", "ids", "all")
 Text = str | tuple[str, ...] | Mapping[str, str | int]
 Pairs = tuple[tuple[str, str | None], ...]
 _Path = tuple[str | None, ...]
+_FIELDS = ("uuid", "kind", "text", "run", "t_del", "made")
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,21 @@ def list_tombstones(storage: Storage, cache: TombstoneCache) -> TombstoneSet:
     too. Raises FormatError for a damaged file, NewerFormatError for a kind of a later version.
     """
     return cache.update(storage, (e.name for e in storage.list(TOMBSTONE_DIR) if parse_tombstone_name(e.name)))
+
+
+def write_tombstones(storage: Storage, tombstones: Sequence[Tombstone], made_ms: int) -> str:
+    """One new file that holds all of these, whole and with a durable name, and visible when this returns; its name.
+
+    made_ms: time of making of the file. Raises StorageError; a second attempt makes a second file, which does no harm.
+    """
+    unique = uuid.uuid4().hex
+    name = tombstone_name(made_ms, unique)
+    values = [{field: getattr(tombstone, field) for field in _FIELDS} for tombstone in tombstones]
+    data = json.dumps(values, separators=(",", ":")).encode("ascii")
+    storage.create(f"{TOMBSTONE_DIR}/{name}", data, staging=unique)
+    storage.remove_empty_dirs(f"{STAGING_DIR}/{unique}")
+    storage.sync_dirs([TOMBSTONE_DIR])
+    return name
 
 
 def _read(storage: Storage, name: str) -> tuple[Tombstone, ...]:

@@ -15,7 +15,7 @@ from rr_dataset.keys import KeyScheme
 from rr_dataset.layout import ShardName, parse_partition
 from rr_dataset.record import Row
 from rr_dataset.storage import Storage, open_storage
-from rr_dataset.tombstones import Tombstone, TombstoneCache, TombstoneSet, list_tombstones
+from rr_dataset.tombstones import Tombstone, TombstoneCache, TombstoneSet, list_tombstones, write_tombstones
 
 KEYS = KeyScheme.fastdeploy()
 
@@ -280,3 +280,47 @@ def test_a_kind_of_a_later_version(storage: Storage, tmp_path: Path) -> None:
     put(tmp_path, name(1), tombstone("moon", "a"))
     with pytest.raises(NewerFormatError, match=r"_rr/tombstones/.*moon.*upgrade"):
         list_tombstones(storage, TombstoneCache(KEYS))
+
+
+TEXT_OF_A_KIND = [
+    ("prefix", "ä:1"),
+    ("prefix", {"data_id": "math:17", "gen_id": 3}),
+    ("ids", ("a:1", "b\n")),
+    ("all", ""),
+]
+
+
+def test_written_tombstones_are_read_again(storage: Storage, tmp_path: Path) -> None:
+    marks = [tombstone(kind, text, number=i, run="r" if i else None) for i, (kind, text) in enumerate(TEXT_OF_A_KIND)]
+    written = write_tombstones(storage, marks, 77)
+    (path,) = (tmp_path / "_rr/tombstones").iterdir()
+    assert path.name == written
+    assert written.startswith(f"{77:012x}-")
+    assert path.read_bytes().isascii()
+    values = json.loads(path.read_text())
+    assert values == [json.loads(json.dumps(vars(mark))) for mark in marks]
+    assert not (tmp_path / "_rr/tmp").exists()
+    found = list_tombstones(storage, TombstoneCache(KEYS))
+    assert [found.covers(row(i, run="r")) for i in ("ä:1", "b\n", "c")] == [True, True, True]
+    assert [found.covers(row(i, run="s")) for i in ("ä:1", "b\n", "c")] == [True, False, False]
+
+
+def test_a_second_attempt_makes_a_second_file(storage: Storage, tmp_path: Path) -> None:
+    names = {write_tombstones(storage, [tombstone("all", "")], 77) for _ in range(3)}
+    assert {path.name for path in (tmp_path / "_rr/tombstones").iterdir()} == names
+    assert len(names) == 3
+
+
+def test_the_name_is_durable_before_it_returns(storage: Storage) -> None:
+    calls: list[str] = []
+
+    class Spy:
+        def __getattr__(self, call: str) -> Any:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                calls.append(call)
+                return getattr(storage, call)(*args, **kwargs)
+
+            return run
+
+    write_tombstones(Spy(), [tombstone("all", "")], 77)  # type: ignore[arg-type]  # stands in for a storage
+    assert calls == ["create", "remove_empty_dirs", "sync_dirs"]
