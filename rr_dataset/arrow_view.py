@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import and_
@@ -19,8 +18,8 @@ from rr_dataset.layout import parse_partition
 from rr_dataset.lookup import Lookup
 from rr_dataset.record import Row
 from rr_dataset.schema import shard_schema
+from rr_dataset.shard import SourceFile
 from rr_dataset.snapshot import MAX_ATTEMPTS, Listed, Located, Shard, Snapshot
-from rr_dataset.storage import OpenSource
 
 Expression = Any  # pc.Expression; pyarrow ships no types
 Rows = dict[str, Located]  # by record id
@@ -28,8 +27,8 @@ _Described = tuple[
     str, Expression, list[str], bool
 ]  # path, what holds for its rows, rows to hide, whether some are foreign
 
-_U64 = pa.uint64()
 _RANGED = ("request_id", "t_submit", "weight_version")  # columns with a guarantee, beside the components
+_TYPES = {"t_submit": pa.uint64()}  # of these; the others are texts
 
 
 def scan(
@@ -38,6 +37,7 @@ def scan(
     """See `RoutingDataset.scan`."""
     schema = shard_schema(lookup.format.spec, lookup.format.keys)
     names = schema.names if columns is None else _checked(columns, schema)
+    options = pa.ipc.IpcReadOptions(included_fields=sorted(map(schema.get_field_index, names)), use_threads=False)
     parsed = lookup.prefix(prefix)
 
     def use(snapshot: Snapshot) -> list[tuple[str, Rows]]:
@@ -46,7 +46,7 @@ def scan(
     def batches() -> Iterator[pa.RecordBatch]:
         for partitions in lookup.reader.read_each(lookup.partition_paths(parsed), use):
             for path, rows in partitions:
-                yield from _scan_partition(lookup, path, rows, names)
+                yield from _scan_partition(lookup, path, rows, names, options)
 
     return batches()
 
@@ -106,17 +106,21 @@ def _checked(columns: Sequence[str], schema: pa.Schema) -> list[str]:
 # Scanning
 
 
-def _scan_partition(lookup: Lookup, partition: str, rows: Rows, names: list[str]) -> Iterator[pa.RecordBatch]:
+def _scan_partition(
+    lookup: Lookup, partition: str, rows: Rows, names: list[str], options: pa.ipc.IpcReadOptions
+) -> Iterator[pa.RecordBatch]:
     """All the rows, wherever they are by then: a row whose shard vanished is in the one that replaced it, or deleted."""
     attempts = 0
-    while rows:
+    pending = _by_shard(rows)
+    while pending:
+        shard, numbers = pending[-1]
         try:
-            shard = next(iter(rows.values())).shard
-            for numbers, batch in _read_shard(lookup, shard, rows, names):
-                for number in numbers:
-                    del rows[shard.index.rows[number].record_id]
+            for count, batch in _read_shard(lookup, shard, numbers, names, options):
+                numbers = numbers[count:]  # noqa: PLW2901 -- what is left of it
+                pending[-1] = (shard, numbers)
                 attempts = 0
                 yield batch
+            pending.pop()
         except ObjectNotFoundError as error:
             attempts += 1
             if attempts == MAX_ATTEMPTS:
@@ -124,27 +128,36 @@ def _scan_partition(lookup: Lookup, partition: str, rows: Rows, names: list[str]
                     f"{lookup.storage.uri}: {partition}: {attempts} shards in a row vanished before they were read; try "
                     "again when less is deleted at once"
                 ) from error
-            rows = lookup.reader.read([partition], lambda snapshot: _relocated(lookup, snapshot, partition, rows))  # noqa: B023 -- called at once
+            left = {shard.index.rows[number].record_id for shard, numbers in pending for number in numbers}
+            pending = _by_shard(_relocated(lookup, partition, left))
 
 
-def _relocated(lookup: Lookup, snapshot: Snapshot, partition: str, rows: Rows) -> Rows:
-    return {
-        each.row.record_id: each
-        for located in lookup.rows(snapshot, partition).values()
-        for each in located
-        if each.row.record_id in rows
-    }
+def _by_shard(rows: Rows) -> list[tuple[Shard, list[int]]]:
+    """The numbers of the rows in each shard, rising; the first shard comes last."""
+    shards: dict[str, tuple[Shard, list[int]]] = {}
+    for located in rows.values():
+        shards.setdefault(located.shard.path, (located.shard, []))[1].append(located.number)
+    return [(shard, sorted(numbers)) for _, (shard, numbers) in sorted(shards.items(), reverse=True)]
+
+
+def _relocated(lookup: Lookup, partition: str, record_ids: set[str]) -> Rows:
+    def use(snapshot: Snapshot) -> Rows:
+        return {
+            each.row.record_id: each
+            for located in lookup.rows(snapshot, partition).values()
+            for each in located
+            if each.row.record_id in record_ids
+        }
+
+    return lookup.reader.read([partition], use)
 
 
 def _read_shard(
-    lookup: Lookup, shard: Shard, rows: Rows, names: list[str]
-) -> Iterator[tuple[list[int], pa.RecordBatch]]:
-    """The rows that are in this shard: their numbers and content, a record batch at a time."""
-    wanted = sorted(located.number for located in rows.values() if located.shard is shard)
-    schema = shard_schema(lookup.format.spec, lookup.format.keys)
-    options = pa.ipc.IpcReadOptions(included_fields=sorted(map(schema.get_field_index, names)), use_threads=False)
+    lookup: Lookup, shard: Shard, wanted: list[int], names: list[str], options: pa.ipc.IpcReadOptions
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The rows of these numbers, a record batch at a time: how many, and their content."""
     with lookup.storage.open(shard.path) as source:
-        file = _File(source, shard.entry.size)
+        file = SourceFile(source, shard.entry.size)
         try:
             reader = pa.ipc.open_file(pa.PythonFile(file, mode="r"), options=options)
             at = 0
@@ -156,44 +169,11 @@ def _read_shard(
                 batch = reader.get_batch(number).select(names)
                 if len(chosen) < len(held):
                     batch = batch.take(pa.array([row - held.start for row in chosen]))
-                yield chosen, batch
+                yield len(chosen), batch
         except (pa.ArrowInvalid, OSError, KeyError) as error:
             if file.error is not None:
                 raise file.error from None
             raise CorruptShardError(f"{lookup.storage.uri}: {shard.path}: pyarrow cannot read it: {error}") from error
-
-
-class _File(io.RawIOBase):
-    """A stored object as a file for pyarrow. Its owner closes the source."""
-
-    def __init__(self, source: OpenSource, size: int) -> None:
-        self._source = source
-        self._size = size
-        self._at = 0
-        self.error: BaseException | None = None  # of a read: pyarrow would make an OSError of it
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(self._size - self._at, 0)
-        try:
-            data = self._source.read(self._at, left if size < 0 else min(size, left))
-        except BaseException as error:
-            self.error = error
-            raise
-        self._at += len(data)
-        return data
 
 
 # Describing
@@ -255,6 +235,7 @@ def _range(name: str, values: Sequence[Any]) -> Expression:
     column = pc.field(name)
     if not known:
         return column.is_null()
-    least, most = (pa.scalar(end, _U64) if name == "t_submit" else end for end in (min(known), max(known)))
-    inside = column == least if min(known) == max(known) else (column >= least) & (column <= most)
+    # With a bare Python value pyarrow would look for pandas, in vain and every time.
+    least, most = (pa.scalar(end, _TYPES.get(name, pa.string())) for end in (min(known), max(known)))
+    inside = column == least if least == most else (column >= least) & (column <= most)
     return inside | column.is_null() if len(known) < len(values) else inside

@@ -7,17 +7,22 @@ the payload that is wanted, and no more.
 from __future__ import annotations
 
 from rr_dataset.shard.build import Scratch, build_shard
+from rr_dataset.shard.check import Fault, check_shard
 from rr_dataset.shard.index import ShardIndex, Source, read_index
 from rr_dataset.shard.read import TileRead, VectorRead, read_tiles
+from rr_dataset.shard.stream import SourceFile
 from rr_dataset.shard.tiling import copy_tiles
 
 __all__ = [
+    "Fault",
     "Scratch",
     "ShardIndex",
     "Source",
+    "SourceFile",
     "TileRead",
     "VectorRead",
     "build_shard",
+    "check_shard",
     "copy_tiles",
     "read_index",
     "read_tiles",

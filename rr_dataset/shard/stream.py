@@ -1,0 +1,45 @@
+"""A stored object as a file, for pyarrow."""
+
+from __future__ import annotations
+
+import io
+
+from rr_dataset.shard.index import Source
+
+
+class SourceFile(io.RawIOBase):
+    """Reads a source that its owner closes. `error` is what a read raised: pyarrow would make an OSError of it."""
+
+    def __init__(self, source: Source, size: int) -> None:
+        self._source = source
+        self._size = size
+        self._at = 0
+        self.error: BaseException | None = None
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def tell(self) -> int:
+        """The position of the next read."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move the position of the next read."""
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes, fewer only at the end."""
+        left = max(self._size - self._at, 0)
+        try:
+            data = self._source.read(self._at, left if size < 0 else min(size, left))
+        except BaseException as error:
+            self.error = error
+            raise
+        self._at += len(data)
+        return data
