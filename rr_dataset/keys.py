@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import ItemsView, Mapping
 from dataclasses import dataclass, fields
+from fnmatch import translate
 from functools import cached_property
 from numbers import Integral
 from typing import Any, NoReturn
@@ -42,6 +43,8 @@ _TEXT = re.compile(f"(?!{ABSENT}\\Z).+", re.DOTALL)
 _NAME = re.compile(f"[A-Za-z][A-Za-z0-9_]{{0,{MAX_NAME_CHARS - 1}}}")
 _DELIMITER = re.compile(r"(?![A-Za-z0-9#])[ -~]")
 _CHOICE_END = re.compile(r"#[0-9]*\Z")
+_WILD = re.compile(r"[*?[]")
+_WILD_CHOICE = re.compile(r".*#[0-9!\-\]]*[*?[][0-9*?\[\]!\-]*", re.DOTALL)
 _ENGINE_ID = re.compile(
     r"chatcmpl-(?P<rollout>.+)-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}(_[0-9]+)?"
 )
@@ -69,10 +72,50 @@ class Prefix:
             return False
         return all(want is None or want == have for want, have in zip(self.components, components, strict=True))
 
+    @property
+    def pinned(self) -> tuple[str | None, ...]:
+        """The components with one value."""
+        return self.components
+
+    def allows(self, level: int, value: str | None) -> bool:
+        """Whether a row may match whose component number `level` has this value."""
+        return self.components[level] in (None, value)
+
     def partition_values(self, scheme: KeyScheme) -> tuple[str, ...] | None:
         """The values of the path levels when all of them are pinned (then one partition holds every match), else None."""
         values = tuple(value for value in self.components[: scheme.partition_by] if value is not None)
         return values if len(values) == scheme.partition_by else None
+
+
+@dataclass(frozen=True)
+class Glob:
+    """Shell patterns by component. `components` is parallel to those of the scheme; None matches anything.
+
+    `*` is any text, `?` one character, `[seq]` one of these, `[!seq]` none of these; a pattern matches no absent component.
+    """
+
+    components: tuple[str | None, ...]
+    choice: int | None = None
+
+    def matches(self, components: tuple[str | None, ...], choice: int | None) -> bool:
+        """Whether a row with these components and this sample is covered."""
+        if self.choice is not None and self.choice != choice:
+            return False
+        return all(self.allows(level, value) for level, value in enumerate(components))
+
+    @cached_property
+    def pinned(self) -> tuple[str | None, ...]:
+        """The components with one value: patterns without a wildcard."""
+        return tuple(None if text is None or _WILD.search(text) else text for text in self.components)
+
+    def allows(self, level: int, value: str | None) -> bool:
+        """Whether a row may match whose component number `level` has this value."""
+        pattern = self._compiled[level]
+        return pattern is None or (value is not None and pattern.match(value) is not None)
+
+    @cached_property
+    def _compiled(self) -> tuple[re.Pattern[str] | None, ...]:
+        return tuple(None if text is None else re.compile(translate(text)) for text in self.components)
 
 
 @dataclass(frozen=True)
@@ -182,6 +225,24 @@ class KeyScheme:
             if values.setdefault(self.components[0], bucket) != bucket:
                 raise InvalidRequestIdError(f"prefix {_shown(prefix)}: this id is in bucket {bucket}")
         return Prefix(tuple(values.get(name) for name in self.components), None if choice is None else int(choice))
+
+    def parse_glob(self, text: str) -> Glob:
+        """A pattern by component, `math_*:2`: it splits like an id (also between brackets) and may end early, like a prefix.
+
+        `a:*` covers `a:1` and `a:1:7` and leaves `a`. A trailing `#n` names one sample; without it, every sample is covered.
+        With buckets the pattern is for the whole id. Raises InvalidRequestIdError for what matches no id.
+        """
+        text = _checked_text(text)
+        if text.startswith("chatcmpl-"):
+            _refuse_engine_id(text)
+        if _WILD_CHOICE.fullmatch(text):
+            raise InvalidRequestIdError(f"glob {_shown(text)}: leave the end from # on out to cover every sample")
+        base, choice = _split_choice(text) if "#" in text else (text, None)
+        parts: list[str | None] = [None, base] if self.buckets is not None else [*self._split(base)]
+        for name, part, pattern in zip(self.components, parts, self._patterns, strict=False):
+            if part is not None and (not part or (_WILD.search(part) is None and pattern.fullmatch(part) is None)):
+                raise InvalidRequestIdError(f"glob {_shown(text)}: {name}={_shown(part)}, {self._expected(name)}")
+        return Glob((*parts, *self._padding[len(parts) :]), choice)
 
     def partition(self, components: tuple[str | None, ...]) -> tuple[tuple[str, str | None], ...]:
         """(name, value) of each path level; the value of an absent component is None."""

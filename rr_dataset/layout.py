@@ -193,6 +193,12 @@ class DatasetFormat:
         size = self.max_bytes
         _require(size is None or (type(size) is int and size > 0), "max_bytes", size, "a whole number over 0, or None")
 
+    @property
+    def last_turn(self) -> int | None:
+        """The position among the components of the one of which only the highest is kept; None if all are."""
+        turn = self.keys.turn if self.keep == "last_turn" else None
+        return None if turn is None else self.keys.components.index(turn)
+
     def to_json(self) -> bytes:
         """ASCII, one order, ready to be stored."""
         values = {"format": _FORMAT_NAME, **self._to_dict()}

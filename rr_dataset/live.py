@@ -1,4 +1,6 @@
-"""Which rows, layers and tokens of one request id are live. Pure: the reader, the compaction and `verify` share it.
+"""Which rows, layers and tokens are live. Pure: the worker, the reader, the compaction and `verify` share it.
+
+Of one request id:
 
 1. Rows are ordered by `(t_submit, record_id)`; rows with one `record_id` are one row.
 2. Everything before the newest whole put is dead. A put with `part`, or with only some of the layers, is a part.
@@ -6,6 +8,8 @@
    `missing`, in its `layers`; a dropped row has none.
 4. Per layer, the status is that of the live row that ends furthest, of equals the latest; a dropped row counts for every
    layer. The record is partial while any layer is (also one that no row has told of), else it is the worst of them.
+
+With `keep="last_turn"` a row is also hidden by a later one of a higher turn of its conversation: see `Turns`.
 """
 
 from __future__ import annotations
@@ -52,6 +56,35 @@ def subtract_ranges(ranges: Sequence[Range], holes: Sequence[Range]) -> tuple[Ra
 def intersect_ranges(ranges: Sequence[Range], others: Sequence[Range]) -> tuple[Range, ...]:
     """The positions in both; both sorted and disjoint, as `merge_ranges` returns them."""
     return subtract_ranges(ranges, subtract_ranges(ranges, others))
+
+
+class Turns:
+    """What rows of one partition hide with `keep="last_turn"`: rows of lower turns that were submitted before them.
+
+    Only within one conversation (all components but the turn), one sample and one run. Rows without a turn neither hide nor
+    are hidden; drop rows hide none. A delete mark on a hiding row covers all that it hides, so deleted ones may be among them.
+    """
+
+    def __init__(self, rows: Iterable[Row], turn: int) -> None:
+        """turn: the position of the turn among the components."""
+        self._turn = turn
+        self._rows: dict[tuple[object, ...], list[tuple[int, int, str]]] = {}
+        for row in rows:
+            number = row.components[turn]
+            if number is not None and row.status != "dropped":
+                self._rows.setdefault(self._conversation(row), []).append((int(number), *_ORDER(row)))
+
+    def hides(self, row: Row) -> bool:
+        """Whether the row is of a turn that was left behind."""
+        number = row.components[self._turn]
+        if number is None:
+            return False
+        turn, order = int(number), _ORDER(row)
+        later = self._rows.get(self._conversation(row), ())
+        return any(other > turn and (stamp, record_id) > order for other, stamp, record_id in later)
+
+    def _conversation(self, row: Row) -> tuple[object, ...]:
+        return row.run_id, row.choice, row.components[: self._turn], row.components[self._turn + 1 :]
 
 
 class _Group:

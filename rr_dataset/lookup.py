@@ -11,13 +11,14 @@ import numpy.typing as npt
 from rr_dataset.description import read_format
 from rr_dataset.errors import InvalidInputError, RecordDroppedError, RecordNotFoundError
 from rr_dataset.keys import Prefix
-from rr_dataset.layout import parse_partition, parse_ref, partition_path, row_ref
-from rr_dataset.live import assemble
+from rr_dataset.layout import parse_ref, partition_path, row_ref
+from rr_dataset.live import Turns, assemble
 from rr_dataset.payload import Arrays, Draft, fill
-from rr_dataset.record import RecordHead, RoutingRecord
+from rr_dataset.record import RecordHead, RoutingRecord, Row
 from rr_dataset.selection import Tokens
 from rr_dataset.snapshot import Located, Reader, Snapshot
 from rr_dataset.storage import open_storage
+from rr_dataset.walk import partition_paths
 
 ON_MISSING = ("raise", "none")
 NAMED = 10  # ids that an error spells out
@@ -60,29 +61,18 @@ class Lookup:
 
     def partition_paths(self, prefix: Prefix) -> Iterator[str]:
         """The partition directories that may hold a match, sorted; pinned levels are not listed."""
-        storage, names = self.storage, self.format.keys.components[: self.format.keys.partition_by]
-
-        def walk(path: str, level: int) -> Iterator[str]:
-            if level == len(names):
-                yield path
-                return
-            value = prefix.components[level]
-            if value is None:
-                segments = sorted(segment for segment in storage.list_dirs(path) if _is_level(segment, names[level]))
-            else:
-                segments = [partition_path([(names[level], value)])]
-            for segment in segments:
-                yield from walk(f"{path}/{segment}" if path else segment, level + 1)
-
-        return walk("", 0)
+        return partition_paths(self.storage, self.format.keys, prefix)
 
     def rows(self, snapshot: Snapshot, partition: str, ids: Iterable[str] | None = None) -> dict[str, list[Located]]:
-        """The visible rows of this run by request id; `ids` None: of all."""
+        """The visible rows of this run and of the turns that are kept, by request id; `ids` None: of all."""
         found = snapshot.rows(partition, ids)
-        if self.run is None:
-            return found
-        mine = {key: [each for each in rows if each.row.run_id == self.run] for key, rows in found.items()}
-        return {key: rows for key, rows in mine.items() if rows}
+        if self.run is not None:
+            found = _only(found, lambda row: row.run_id == self.run)
+        if found and self.format.last_turn is not None:
+            everything = (row for shard in snapshot.shards[partition] for row in shard.index.rows)
+            turns = Turns(everything, self.format.last_turn)
+            found = _only(found, lambda row: not turns.hides(row))
+        return found
 
     def records(self, snapshot: Snapshot, partition: str, ids: Iterable[str] | None = None) -> dict[str, Found]:
         """What the visible rows make together, by request id."""
@@ -198,6 +188,11 @@ class Lookup:
             )
 
 
+def _only(found: Mapping[str, list[Located]], keep: Callable[[Row], bool]) -> dict[str, list[Located]]:
+    kept = {key: [each for each in rows if keep(each.row)] for key, rows in found.items()}
+    return {key: rows for key, rows in kept.items() if rows}
+
+
 def id_list(ids: Iterable[str], what: str = "request ids") -> list[str]:
     """Several ids; a single one is an error that says so."""
     if isinstance(ids, (str, bytes)):
@@ -218,8 +213,3 @@ def _parsed(ref: str) -> tuple[str, str]:
             f"ref {ref!r}: expected the `ref` of a Receipt, <16 hex digits>-<16 hex digits>:<request id>"
         )
     return parsed
-
-
-def _is_level(segment: str, name: str) -> bool:
-    pairs = parse_partition(segment)
-    return pairs is not None and pairs[0][0] == name

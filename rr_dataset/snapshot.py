@@ -198,7 +198,7 @@ class Reader:
         self._format = fmt
         self._limit_s = fmt.grace_s / 2
         self._indexes = IndexCache()
-        self._tombstones = TombstoneCache(fmt.keys)
+        self._tombstones = TombstoneCache(fmt.keys, fmt.last_turn)
         self._warned: set[str] = set()
         self._max_open = _max_open()
 

@@ -4,10 +4,12 @@ A file holds a JSON list of `{"uuid", "kind", "text", "run", "t_del", "made"}`; 
 
     "prefix"   a text that splits like an id ("math_17:2"), or an object ({"data_id": "math:17"}): see KeyScheme.parse_prefix
     "ids"      a list of request ids
+    "glob"     a text that splits like an id into shell patterns ("math_*:2"): see KeyScheme.parse_glob
     "all"      "", every record
 
 A tombstone covers what matches it and was submitted at or before `t_del`, in any run or only in `run`. It says what was
-asked for and never lists what that met: rows still in some writer's spool are covered as well.
+asked for and never lists what that met: rows still in some writer's spool are covered as well. Where only the last turn
+is kept, one on a turn covers the lower turns too, so that deleting the last turn brings no earlier one back.
 """
 
 from __future__ import annotations
@@ -15,19 +17,21 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rr_dataset.errors import FormatError, InvalidInputError, NewerFormatError
-from rr_dataset.keys import KeyScheme, Prefix
+from rr_dataset.errors import FormatError, InvalidInputError, NewerFormatError, ObjectNotFoundError
+from rr_dataset.keys import Glob, KeyScheme, Prefix
 from rr_dataset.layout import STAGING_DIR, TOMBSTONE_DIR, ShardName, parse_tombstone_name, tombstone_name
 from rr_dataset.record import Row
 from rr_dataset.storage import Storage
 
-KINDS = ("prefix", "ids", "all")
+KINDS = ("prefix", "ids", "glob", "all")
 Text = str | tuple[str, ...] | Mapping[str, str | int]
 Pairs = tuple[tuple[str, str | None], ...]
 _Path = tuple[str | None, ...]
+_MAX_LISTINGS = 8
 _FIELDS = ("uuid", "kind", "text", "run", "t_del", "made")
 
 
@@ -47,15 +51,28 @@ class Tombstone:
         return row.t_submit <= self.t_del and (self.run is None or self.run == row.run_id)
 
 
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """What a tombstone matches by component."""
+
+    tombstone: Tombstone
+    components: Prefix | Glob
+    last_turn: int | None  # it names this turn and covers those up to it, and `components` does not speak of turns
+
+
 class TombstoneSet:
     """The tombstones of one listing. Immutable; a look-up costs the tombstones of the row's own partition."""
 
-    def __init__(self, keys: KeyScheme, tombstones: Iterable[Tombstone] = ()) -> None:
-        """Raises FormatError for a text that the key scheme does not allow."""
+    def __init__(self, keys: KeyScheme, tombstones: Iterable[Tombstone] = (), turn: int | None = None) -> None:
+        """turn: `DatasetFormat.last_turn`. Raises FormatError for a text that the key scheme does not allow."""
         self._keys = keys
+        self._turn = turn
         self._by_id: dict[str, list[Tombstone]] = {}
+        self._by_conversation: dict[
+            tuple[object, ...], list[tuple[Tombstone, int]]
+        ] = {}  # with the turn that an id names
         self._ids_under: dict[_Path, list[Tombstone]] = {}
-        self._prefixes_under: dict[_Path, list[tuple[Tombstone, Prefix]]] = {}
+        self._patterns_under: dict[_Path, list[_Pattern]] = {}
         for tombstone in tombstones:
             try:
                 self._add(tombstone)
@@ -63,36 +80,65 @@ class TombstoneSet:
                 raise FormatError(f"tombstone {tombstone.uuid}: {error}") from error
 
     def _add(self, tombstone: Tombstone) -> None:
-        keys, depth, text = self._keys, self._keys.partition_by, tombstone.text
+        depth, text = self._keys.partition_by, tombstone.text
         if isinstance(text, tuple):
-            parsed = {keys.parse(request_id) for request_id in text}
+            parsed = {self._keys.parse(request_id) for request_id in text}
             for key in parsed:
-                self._by_id.setdefault(key.request_id, []).append(tombstone)
+                number = None if self._turn is None else key.components[self._turn]
+                if number is None:
+                    self._by_id.setdefault(key.request_id, []).append(tombstone)
+                else:
+                    conversation = self._conversation(key.components, key.choice)
+                    self._by_conversation.setdefault(conversation, []).append((tombstone, int(number)))
             for path in {key.components[:depth] for key in parsed}:
                 self._ids_under.setdefault(path, []).append(tombstone)
             return
-        prefix = Prefix((None,) * len(keys.components)) if tombstone.kind == "all" else keys.parse_prefix(text)
-        pinned = prefix.components[:depth]
+        pattern = self._pattern(tombstone)
+        pinned = pattern.components.pinned[:depth]
         known = pinned[: pinned.index(None)] if None in pinned else pinned
-        self._prefixes_under.setdefault(known, []).append((tombstone, prefix))
+        self._patterns_under.setdefault(known, []).append(pattern)
+
+    def _pattern(self, tombstone: Tombstone) -> _Pattern:
+        components = parse_pattern(self._keys, tombstone.kind, tombstone.text)
+        turn = self._turn
+        if turn is None or components.components[turn] in (None, "*"):
+            return _Pattern(tombstone, components, None)
+        number = components.pinned[turn]
+        if number is None:
+            raise InvalidInputError(
+                f"glob {tombstone.text!r}: with keep='last_turn' name one {self._keys.components[turn]}, or take *"
+            )
+        others = (*components.components[:turn], None, *components.components[turn + 1 :])
+        return _Pattern(tombstone, replace(components, components=others), int(number))
+
+    def _conversation(self, components: tuple[str | None, ...], choice: int | None) -> tuple[object, ...]:
+        turn = self._turn or 0
+        return choice, components[:turn], components[turn + 1 :]
 
     def __bool__(self) -> bool:
         """Whether there are any."""
-        return bool(self._by_id or self._prefixes_under)
+        return bool(self._ids_under or self._patterns_under)
 
-    def _prefixes(self, path: _Path) -> Iterator[tuple[Tombstone, Prefix]]:
+    def _patterns(self, path: _Path) -> Iterator[_Pattern]:
         """Those that may match in this partition."""
-        if self._prefixes_under:
+        if self._patterns_under:
             for known in range(len(path) + 1):
-                yield from self._prefixes_under.get(path[:known], ())
+                yield from self._patterns_under.get(path[:known], ())
 
     def covers(self, row: Row) -> bool:
         """Whether the row is deleted."""
         if any(tombstone.reaches(row) for tombstone in self._by_id.get(row.request_id, ())):
             return True
+        number = None if self._turn is None else row.components[self._turn]
+        if number is not None and self._by_conversation:
+            named = self._by_conversation.get(self._conversation(row.components, row.choice), ())
+            if any(int(number) <= turn and tombstone.reaches(row) for tombstone, turn in named):
+                return True
         return any(
-            tombstone.reaches(row) and prefix.matches(row.components, row.choice)
-            for tombstone, prefix in self._prefixes(row.components[: self._keys.partition_by])
+            pattern.tombstone.reaches(row)
+            and pattern.components.matches(row.components, row.choice)
+            and (pattern.last_turn is None or (number is not None and int(number) <= pattern.last_turn))
+            for pattern in self._patterns(row.components[: self._keys.partition_by])
         )
 
     def covers_shard(self, name: ShardName, partition: Pairs) -> bool:
@@ -101,19 +147,31 @@ class TombstoneSet:
         # What pins a deeper component or a sample matches no row without them, so it does not cover the partition.
         bare = path + (None,) * (len(self._keys.components) - len(path))
         return any(
-            tombstone.run is None and name.tmax <= tombstone.t_del and prefix.matches(bare, None)
-            for tombstone, prefix in self._prefixes(path)
+            pattern.tombstone.run is None
+            and name.tmax <= pattern.tombstone.t_del
+            and pattern.last_turn is None
+            and pattern.components.matches(bare, None)
+            for pattern in self._patterns(path)
         )
 
     def applied(self, partition: Pairs, tmin: int) -> tuple[str, ...]:
         """`tombstones_applied` of a shard whose oldest row is `tmin`: sorted uuids of those that reach into it."""
         path = tuple(value for _, value in partition)
         found = {tombstone.uuid for tombstone in self._ids_under.get(path, ()) if tmin <= tombstone.t_del}
-        for tombstone, prefix in self._prefixes(path):
-            pinned = zip(prefix.components, path, strict=False)
-            if tmin <= tombstone.t_del and all(want in (None, have) for want, have in pinned):
-                found.add(tombstone.uuid)
+        for pattern in self._patterns(path):
+            reaches = all(pattern.components.allows(level, value) for level, value in enumerate(path))
+            if tmin <= pattern.tombstone.t_del and reaches:
+                found.add(pattern.tombstone.uuid)
         return tuple(sorted(found))
+
+
+def parse_pattern(keys: KeyScheme, kind: str, text: Text) -> Prefix | Glob:
+    """What a tombstone of any kind but "ids" matches by component. Raises InvalidRequestIdError."""
+    if kind == "all":
+        return Prefix((None,) * len(keys.components))
+    if isinstance(text, tuple) or (kind == "glob" and not isinstance(text, str)):
+        raise InvalidInputError(f"{kind} {text!r}: expected a text")
+    return keys.parse_glob(text) if kind == "glob" and isinstance(text, str) else keys.parse_prefix(text)
 
 
 @dataclass
@@ -124,15 +182,16 @@ class TombstoneCache:
     """
 
     keys: KeyScheme
+    turn: int | None = None  # `DatasetFormat.last_turn`
     _held: tuple[dict[str, tuple[Tombstone, ...]], TombstoneSet] | None = field(default=None, repr=False)
 
     def update(self, storage: Storage, names: Iterable[str]) -> TombstoneSet:
         """The tombstones of these files, and of no others."""
-        files, tombstones = self._held or ({}, TombstoneSet(self.keys))
+        files, tombstones = self._held or ({}, TombstoneSet(self.keys, (), self.turn))
         wanted = frozenset(names)
         if wanted != files.keys():
             files = {name: files[name] if name in files else _read(storage, name) for name in wanted}
-            tombstones = TombstoneSet(self.keys, (each for file in files.values() for each in file))
+            tombstones = TombstoneSet(self.keys, (each for file in files.values() for each in file), self.turn)
         self._held = files, tombstones
         return tombstones
 
@@ -144,6 +203,17 @@ def list_tombstones(storage: Storage, cache: TombstoneCache) -> TombstoneSet:
     too. Raises FormatError for a damaged file, NewerFormatError for a kind of a later version.
     """
     return cache.update(storage, (e.name for e in storage.list(TOMBSTONE_DIR) if parse_tombstone_name(e.name)))
+
+
+def relist_tombstones(storage: Storage, cache: TombstoneCache) -> TombstoneSet:
+    """`list_tombstones` for who has listed no shards: again while files vanish under it (gc folds them).
+
+    The last ObjectNotFoundError goes up.
+    """
+    for _ in range(_MAX_LISTINGS - 1):
+        with suppress(ObjectNotFoundError):
+            return list_tombstones(storage, cache)
+    return list_tombstones(storage, cache)
 
 
 def write_tombstones(storage: Storage, tombstones: Sequence[Tombstone], made_ms: int) -> str:
@@ -178,7 +248,7 @@ def _tombstone(values: Mapping[str, Any]) -> Tombstone:
         raise NewerFormatError(f"tombstone kind {kind!r}: this rr_dataset knows {', '.join(KINDS)}; upgrade it")
     if kind == "ids":
         text = tuple(_checked("text", text, list))
-    elif kind == "all":
+    elif kind != "prefix":
         _checked("text", text, str)
     stamps = (_checked(name, values[name], int) for name in ("t_del", "made"))
     return Tombstone(_checked("uuid", values["uuid"], str), kind, text, _checked("run", run, str, type(None)), *stamps)

@@ -23,8 +23,10 @@ ROWS = (
     ("schema", "shard"),
     ("storage",),
     (
+        "walk",
         "tombstones",
         "publish",
+        "delete",
         "description",
         "snapshot",
         "payload",
@@ -38,7 +40,7 @@ ROWS = (
         "interchange",
         "stats",
     ),
-    ("worker", "doctor", "trainer", "demo", "cli"),
+    ("publisher", "recovery", "worker", "doctor", "trainer", "demo", "cli"),
 )
 # What each row may import besides the standard library. The fronts may import anything.
 THIRD_PARTY = (
