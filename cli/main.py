@@ -15,7 +15,7 @@ import typer
 
 from rr_dataset.errors import RoutingDatasetError, RoutingDatasetWarning
 
-from . import datasets, demo, doctor, output, records
+from . import datasets, demo, doctor, output, records, recover
 
 app = typer.Typer(
     name="rr-dataset",
@@ -29,6 +29,7 @@ app.command()(datasets.info)
 app.command()(datasets.ls)
 app.command()(records.get)
 app.command()(doctor.doctor)
+app.command()(recover.recover)
 app.command()(demo.demo)
 
 

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from rr_dataset.dataset import DatasetInfo, RoutingDataset, create_dataset, open_dataset
     from rr_dataset.doctor import Finding, doctor
     from rr_dataset.follow import PollCursor
+    from rr_dataset.recovery import SpoolReport, recover
     from rr_dataset.writer import FlushReport, Receipt, RoutingWriter
 
 _LAZY = {
@@ -58,6 +59,8 @@ _LAZY = {
     "Finding": "rr_dataset.doctor",
     "doctor": "rr_dataset.doctor",
     "open_dataset": "rr_dataset.dataset",
+    "SpoolReport": "rr_dataset.recovery",
+    "recover": "rr_dataset.recovery",
     "FlushReport": "rr_dataset.writer",
     "Receipt": "rr_dataset.writer",
     "RoutingWriter": "rr_dataset.writer",
@@ -94,6 +97,7 @@ __all__ = [
     "RoutingWriter",
     "SpecMismatchError",
     "SpoolFullError",
+    "SpoolReport",
     "SpoolUnavailableError",
     "StorageError",
     "WaitTimeoutError",
@@ -105,6 +109,7 @@ __all__ = [
     "create_dataset",
     "doctor",
     "open_dataset",
+    "recover",
 ]
 
 

@@ -89,7 +89,7 @@ def publish_slab(
     parts = _split(rows, fmt, writer, seq)
     if not parts:
         return PublishReport(0, 0, 0, set_aside=False)
-    last_ms = millis(min(part.name.tmin for part in parts)) + int((fmt.tombstone_ttl_s - MARGIN_S) * 1000)
+    last_ms = last_publish_ms(fmt, min(part.name.tmin for part in parts))
     tombstones = _list_tombstones(storage, cache)
     _remove(storage, [part for part in parts if not part.live(tombstones)])
 
@@ -117,6 +117,11 @@ def publish_slab(
         shards=len(created),
         set_aside=len(created) < len(futures),
     )
+
+
+def last_publish_ms(fmt: DatasetFormat, tmin: int) -> int:
+    """Until when a slab whose oldest row has this stamp may be published, in Unix milliseconds."""
+    return millis(tmin) + int((fmt.tombstone_ttl_s - MARGIN_S) * 1000)
 
 
 def _split(rows: Sequence[RowData], fmt: DatasetFormat, writer: str, seq: int) -> list[_Part]:

@@ -212,11 +212,7 @@ def read_slab(memory: memoryview, path: Path) -> SlabContents:
         raise CorruptSpoolError(
             f"{path}: the header says {capacity} bytes in state {state}, the file has {len(memory)}"
         )
-    length, checksum = _IDENTITY.unpack_from(memory, _IDENTITY_AT)
-    start = _IDENTITY_AT + _IDENTITY.size
-    identity = bytes(memory[start : min(start + length, HEADER_BYTES)])
-    if xxhash.xxh3_64_intdigest(identity) != checksum:
-        raise CorruptSpoolError(f"{path}: the identity in the header is damaged")
+    identity = _identity_in(memory, path)
 
     entries: list[Entry] = []
     torn, at = 0, HEADER_BYTES
@@ -251,7 +247,31 @@ def read_slab(memory: memoryview, path: Path) -> SlabContents:
             )
         at += size
     damaged = state != ACTIVE and at < end
-    return SlabContents(seq, state, json.loads(identity), entries, torn + damaged)
+    return SlabContents(seq, state, identity, entries, torn + damaged)
+
+
+def _identity_in(memory: memoryview, path: Path) -> Mapping[str, Any]:
+    length, checksum = _IDENTITY.unpack_from(memory, _IDENTITY_AT)
+    start = _IDENTITY_AT + _IDENTITY.size
+    identity = bytes(memory[start : min(start + length, HEADER_BYTES)])
+    if xxhash.xxh3_64_intdigest(identity) != checksum:
+        raise CorruptSpoolError(f"{path}: the identity in the header is damaged")
+    found: Mapping[str, Any] = json.loads(identity)
+    return found
+
+
+def read_identity(path: Path) -> Mapping[str, Any] | None:
+    """What a slab file says of its writer and dataset, without mapping it; None of one that was never used.
+
+    Raises CorruptSpoolError when the file is no slab of this version, or is damaged where this stands.
+    """
+    if read_state(path) == (0, FREE):
+        return None
+    with path.open("rb") as file:
+        head = file.read(HEADER_BYTES)
+    if len(head) < HEADER_BYTES:
+        raise CorruptSpoolError(f"{path}: cut to {len(head)} bytes")
+    return _identity_in(memoryview(head), path)
 
 
 def _sound(payload: memoryview, checksum: int) -> bool:

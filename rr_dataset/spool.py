@@ -16,12 +16,12 @@ it, so it is free only when both are gone.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
 import mmap
 import os
-import shutil
 import tempfile
 import threading
 import time
@@ -81,8 +81,10 @@ class Spool:
             for _ in range(self.spool_bytes // self.slab_bytes):
                 self._slabs.append(self._create(self.slab_bytes))
         except OSError as error:
+            descriptors = error.errno in (errno.EMFILE, errno.ENFILE)  # a map holds one
+            way_out = "raise the limit of open files (ulimit -n)" if descriptors else "give spool_dir="
             raise SpoolUnavailableError(
-                f"{self.directory}: {error.strerror}; give spool_dir= or a smaller spool_bytes="
+                f"{self.directory}: {error.strerror}; {way_out} or a smaller spool_bytes="
             ) from error
 
     def identify(self, identity: Mapping[str, Any]) -> None:
@@ -169,7 +171,10 @@ class Spool:
                 slab.batch.done = True
                 finished.append(slab.batch)
                 if state == ASIDE:
-                    slab.batch.failure = f"{slab.path} is older than the dataset's tombstones live and was set aside"
+                    slab.batch.failure = (
+                        f"{slab.path} is older than the dataset's tombstones live and was set aside; once this writer is "
+                        "closed `rr-dataset recover --force` publishes it, and may revive deleted ids"
+                    )
                 elif slab.capacity in (self.slab_bytes, CONTROL_BYTES):
                     slab.state = FREE
                 else:  # made for one large record: its room goes back to ordinary slabs
@@ -212,7 +217,7 @@ class Spool:
                 slab.close(unlink=remove)
             self._slabs, self._control, self._active = [], [], {}
         if remove:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            remove_directory(self.directory)
         os.close(self.lock_fd)
 
     # ---- with `changed` held
@@ -290,7 +295,7 @@ def choose_base(spool_dir: str | None, spool_bytes: int) -> Path:
 
     Raises SpoolUnavailableError, naming what was tried, when none has room for `spool_bytes`.
     """
-    tried = []
+    tried: list[str] = []
     for base in [Path(spool_dir)] if spool_dir else [SHM, Path(tempfile.gettempdir())]:
         problem = _problem(base, spool_bytes + CONTROL_SLABS * CONTROL_BYTES, shared=not spool_dir and base == SHM)
         if problem is None:
@@ -334,14 +339,31 @@ def _make_directory(base: Path, writer: str) -> tuple[Path, int]:
     """The writer's directory and the descriptor of its lock, held before the directory gets its name."""
     folder = spools_of(base)
     new = folder / f".{writer}"
+    fd, made = -1, False
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             raise SpoolUnavailableError(f"{folder} belongs to somebody else; give spool_dir= of your own")
         new.mkdir(mode=0o700)
+        made = True
         fd = os.open(new / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         new.rename(folder / writer)
     except OSError as error:
+        if made:
+            remove_directory(new)
+        if fd >= 0:
+            os.close(fd)
         raise SpoolUnavailableError(f"{folder}: {error.strerror}; give spool_dir= of your own") from error
     return folder / writer, fd
+
+
+def remove_directory(directory: Path) -> None:
+    """Delete a spool, its lock last: cut short anywhere, it is still one that a later writer can remove.
+
+    What cannot be deleted stays.
+    """
+    with suppress(OSError):
+        for path in sorted(directory.iterdir(), key=lambda path: path.name == "lock"):
+            path.unlink(missing_ok=True)
+        directory.rmdir()

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ from rr_dataset.options import WriterOptions
 from rr_dataset.slab import Batch
 from rr_dataset.spool import Spool
 
-MAX_RESTARTS = 10  # without a publication in between
+MAX_RESTARTS = 10  # in a row
+HEALTHY_S = 60.0  # a worker that lived so long, or published something, begins a new row
 FIRST_DELAY_S, LAST_DELAY_S = 0.1, 5.0
+PROBE_S = 5.0  # how soon another slab is spent on a storage that fails
 LOG_NAME = "worker.log"
 
 
@@ -61,6 +63,11 @@ class Channel:
                 messages.append(json.loads(data))
         return messages
 
+    def end(self) -> None:
+        """Let the peer see the end, also while a forked child holds a copy of this end."""
+        with suppress(OSError):  # closed, or the peer is gone
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close this end."""
         self._socket.close()
@@ -74,23 +81,36 @@ class Supervisor:
         if not sys.executable:
             raise errors.WorkerError("sys.executable is empty: an embedded Python must set it to a python to start")
         self.restarts = 0
-        self.last_error: errors.RoutingDatasetError | None = None  # until the next publication
+        self.recovered = 0  # records of dead spools that the worker made durable
+        self.left: list[str] = []  # dead spools of this dataset that it could not take over whole, and why
         self.gone: errors.WriterError | None = None  # no worker any more, and none will come
         self.on_done: Callable[[Sequence[Batch]], None] = lambda _: None
         self._spool, self._options, self._start = spool, options, {**start, "format": None}
         self._failures = 0
+        self._launched_s = 0.0
+        self._trouble: errors.RoutingDatasetError | None = None  # of the worker itself, until its next publication
+        self._troubles: dict[int, errors.RoutingDatasetError] = {}  # of slabs that failed, by sequence number
+        self._probing = False  # whether nothing was published since one failed first
         self._retry_at: float | None = None
         self._seal_wanted = self._stopping = self._closed = False
-        self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake_r, selectors.EVENT_READ)
         self._thread: threading.Thread | None = None
-        try:
+        with ExitStack() as undo:
+            try:
+                self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+                undo.callback(os.close, self._wake_r)
+                undo.callback(os.close, self._wake_w)
+                self._selector = undo.enter_context(selectors.DefaultSelector())
+                self._selector.register(self._wake_r, selectors.EVENT_READ)
+            except OSError as error:
+                raise errors.WorkerError(f"the worker cannot be started: {error}") from error
             self._launch()
-        except BaseException:
-            self._close_descriptors()
-            raise
+            self._descriptors = undo.pop_all()
         _running.add(self)
+
+    @property
+    def last_error(self) -> errors.RoutingDatasetError | None:
+        """What keeps something from being durable: no worker, or the last failure of a slab that still waits."""
+        return self.gone or next(iter(list(self._troubles.values())[-1:]), self._trouble)
 
     @property
     def worker_pid(self) -> int:
@@ -149,7 +169,8 @@ class Supervisor:
         if waiting:
             records = sum(batch.records for batch in waiting)
             text = f"{records} records are not durable after {timeout_s} s{self.because()}"
-            raise errors.FlushTimeoutError(text) from self.last_error
+            own = [self._troubles[batch.seq] for batch in waiting if batch.seq in self._troubles]
+            raise errors.FlushTimeoutError(text) from (own[0] if own else self.last_error)
 
     def call_when_done(self, batch: Batch, call: Callable[[], None]) -> None:
         """Call once, from any thread, when `wait` for the batch would return at once."""
@@ -164,7 +185,7 @@ class Supervisor:
 
     def because(self) -> str:
         """The present trouble in parentheses, or nothing."""
-        error = self.gone or self.last_error
+        error = self.last_error
         return f" ({error})" if error else ""
 
     def stop(self, timeout_s: float) -> None:
@@ -173,7 +194,8 @@ class Supervisor:
         self.wake()
         if self._thread is not None:
             self._thread.join(timeout_s)
-        self._channel.close()  # the worker ends when its peer is gone
+        self._channel.send("end")
+        self._channel.end()
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -195,33 +217,33 @@ class Supervisor:
     def _close_descriptors(self) -> None:
         self._closed = True
         self._channel.close()
-        self._selector.close()
-        for fd in (self._wake_r, self._wake_w):
-            os.close(fd)
+        self._descriptors.close()
 
     # ---- the worker process
 
     def _launch(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel = Channel(ours)
         path = [entry or str(Path.cwd()) for entry in sys.path]
         environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path)}
-        command = [sys.executable, "-m", "rr_dataset.worker", str(theirs.fileno()), str(os.getpid())]
-        with theirs, (self._spool.directory / LOG_NAME).open("ab") as log:
+        with ExitStack() as undo:
             try:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=environment,
-                    pass_fds=(theirs.fileno(), self._spool.lock_fd),
-                    start_new_session=True,
-                )
-            except OSError as error:
-                self._channel.close()
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                undo.callback(ours.close)
+                with theirs, (self._spool.directory / LOG_NAME).open("ab") as log:
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-m", "rr_dataset.worker", str(theirs.fileno()), str(os.getpid())],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        env=environment,
+                        pass_fds=(theirs.fileno(), self._spool.lock_fd),
+                        start_new_session=True,
+                    )
+                self._channel = Channel(ours)
+                self._selector.register(self._channel, selectors.EVENT_READ)
+                undo.pop_all()
+            except OSError as error:  # no memory, process or descriptor is left: later there may be
                 raise errors.WorkerError(f"the worker cannot be started: {error}") from error
-        self._selector.register(self._channel, selectors.EVENT_READ)
+        self._launched_s = time.monotonic()
         self._channel.send("start", lock_fd=self._spool.lock_fd, spool=str(self._spool.directory), **self._start)
 
     def _last_words(self) -> str:
@@ -230,7 +252,9 @@ class Supervisor:
             self._process.wait(1 if self._process.poll() is None else 0)
         code = self._process.returncode
         state = "still running" if code is None else f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        log = (self._spool.directory / LOG_NAME).read_text(errors="replace")[-2000:].strip()
+        log = ""
+        with suppress(OSError):
+            log = (self._spool.directory / LOG_NAME).read_text(errors="replace")[-2000:].strip()
         return f"{state}; its log: {log or '(empty)'}"
 
     def _worker_ended(self) -> None:
@@ -239,11 +263,13 @@ class Supervisor:
         self._retry(errors.WorkerError(f"the worker ended: {self._last_words()}"))
 
     def _retry(self, error: errors.WorkerError) -> None:
+        if time.monotonic() - self._launched_s > HEALTHY_S:
+            self._failures = 0
         self._failures += 1
         if self._failures > MAX_RESTARTS:
             self._give_up(error)
             return
-        self.last_error = error
+        self._trouble = error
         delay = min(FIRST_DELAY_S * 2 ** (self._failures - 1), LAST_DELAY_S)
         self._retry_at = time.monotonic() + delay
 
@@ -295,15 +321,29 @@ class Supervisor:
         messages = self._channel.receive()
         for message in messages or ():
             if message["kind"] == "trouble":
-                self.last_error = _revive(message)
+                self._note(_revive(message), message.get("seq"))
+            elif message["kind"] == "recovered":
+                self.recovered += message["records"]
+                if message["left"]:
+                    self.left.append(message["left"])
         with self._spool.changed:  # who waits for a batch finds it counted
             finished = self._spool.collect()
             if finished:
-                self._failures, self.last_error = 0, None
+                self._failures, self._trouble, self._probing = 0, None, False
+                for batch in finished:
+                    self._troubles.pop(batch.seq, None)
                 self.on_done(finished)
         self._call_waiters(finished)
         if messages is None:
             self._worker_ended()
+
+    def _note(self, error: errors.RoutingDatasetError, seq: int | None) -> None:
+        if seq is None:
+            self._trouble = error
+            return
+        self._probing |= seq not in self._troubles
+        self._troubles.pop(seq, None)  # the latest comes last
+        self._troubles[seq] = error
 
     def _timeout_s(self) -> float | None:
         waits = [
@@ -314,14 +354,20 @@ class Supervisor:
         return min(waits, default=None)
 
     def _due_s(self) -> float | None:
-        """Seconds until the active slabs are to be closed; None while the worker could not take them anyway."""
+        """Seconds until the active slabs are to be closed; None while the worker could not take them anyway.
+
+        A slab may fail for reasons of its own, so another one is spent now and then to see whether the storage does, up
+        to half of the pool: the rest fills up whole.
+        """
         opened, pending = self._spool.oldest_active_s(), self._spool.pending()
-        if opened is None or pending > 1:
+        slabs = self._options.spool_bytes // self._options.slab_bytes
+        spent = self._probing and len(self._troubles) > 1 and 2 * pending >= slabs
+        if opened is None or pending - len(self._troubles) > 1 or spent:
             return None
         if self._seal_wanted:
             return 0
         age = self._options.max_age_s if pending else self._options.idle_seal_s
-        return max(opened + age - time.monotonic(), 0)
+        return max(opened + (max(age, PROBE_S) if self._probing else age) - time.monotonic(), 0)
 
 
 _running: set[Supervisor] = set()

@@ -60,6 +60,9 @@ class WriterStats:
     durable_bytes: int
     dropped: Mapping[str, int]  # by reason
     dropped_without_row: int  # of these, how many left no row either: the control slabs were full
+    set_aside: int  # records too old to publish, kept in spool_dir: `rr-dataset recover --force` does
+    recovered: int  # records of earlier writers' dead spools that this one's worker made durable
+    left: tuple[str, ...]  # dead spools of this dataset it could not make durable in full; worker.log says why
     spool_dir: str
     spool_bytes: int
     spool_used_bytes: int
@@ -68,7 +71,7 @@ class WriterStats:
     put_p99_s: float
     worker_pid: int
     worker_restarts: int
-    last_error: str | None  # of the worker, until its next publication
+    last_error: str | None  # of the worker, until its next publication, or of slabs that still wait
 
 
 class Receipt:
@@ -139,7 +142,7 @@ class RoutingWriter:
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.Lock()  # guards the counters below
-        self._accepted = self._durable = self._durable_bytes = self._dropped_without_row = 0
+        self._accepted = self._durable = self._durable_bytes = self._dropped_without_row = self._set_aside = 0
         self._reported = (0, 0)
         self._dropped: Counter[str] = Counter()
         self._unreported: Counter[str] = Counter()
@@ -314,22 +317,28 @@ class RoutingWriter:
             return
         self._closed = True
         _open_writers.discard(self)
+        kept = True
         try:
-            self._supervisor.wait(self._spool.batches(), self.options.drain_timeout_s)
-            self._raise_failures()
+            try:
+                self._supervisor.wait(self._spool.batches(), self.options.drain_timeout_s)
+                self._raise_failures()
+            finally:
+                self._spool.close_active()  # what nobody is still filling is the worker's last work
+                self._supervisor.stop(timeout_s=self.options.drain_timeout_s)
+                self._count(self._spool.collect())
+                kept = self._spool.holds_data()
+                self._spool.close(remove=not kept)
         except WriterError as error:
-            kind = type(error)
-            raise kind(f"{error}; it is kept in {self._spool.directory}") from error.__cause__
-        finally:
-            self._supervisor.stop(timeout_s=self.options.drain_timeout_s)
-            self._spool.close(remove=not self._spool.holds_data())
+            if kept:
+                kind = type(error)
+                raise kind(f"{error}; it is kept in {self._spool.directory}") from error.__cause__
 
     def stats(self) -> WriterStats:
         """Counters and latencies; cheap enough for a scrape every second."""
         self._check_usable()
         latencies = np.array(self._latencies or [0.0])
         opened = [batch.opened_s for batch in self._spool.batches()]
-        error = self._supervisor.gone or self._supervisor.last_error
+        error = self._supervisor.last_error
         used_bytes = self._spool.used_bytes()
         with self._lock:
             return WriterStats(
@@ -338,6 +347,9 @@ class RoutingWriter:
                 durable_bytes=self._durable_bytes,
                 dropped=dict(self._dropped),
                 dropped_without_row=self._dropped_without_row,
+                set_aside=self._set_aside,
+                recovered=self._supervisor.recovered,
+                left=tuple(self._supervisor.left),
                 spool_dir=str(self._spool.directory),
                 spool_bytes=self.options.spool_bytes,
                 spool_used_bytes=used_bytes,
@@ -368,6 +380,7 @@ class RoutingWriter:
             for batch in finished:
                 if batch.failure is not None:
                     self._failures.append(batch.failure)
+                    self._set_aside += batch.records
                 elif not batch.control:
                     self._durable += batch.records
                     self._durable_bytes += batch.bytes

@@ -200,6 +200,8 @@ def test_both_are_killed_and_the_next_writer_takes_the_records_over(root: Path, 
     with rr.RoutingWriter(root, options(place)) as writer:
         until(lambda: not dead.exists(), "the dead spool is published and removed")
         check(root, 30)
+        until(lambda: writer.stats().recovered == 30, "the writer says so")
+        assert writer.stats().left == ()
         writer.put("b:1", experts(1), "LTK").wait()
         log = (Path(writer.stats().spool_dir) / "worker.log").read_text()
         assert "recovered 30 records" in log

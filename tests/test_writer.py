@@ -411,12 +411,18 @@ def test_records_older_than_tombstones_live_stay_in_the_spool_and_are_reported(t
         other.flush()
     assert other.flush().records == 0, "reported once"
     assert not old.durable()
+    assert (other.stats().set_aside, other.stats().durable) == (1, 0)
     other._spool._clock = HybridClock()
     other.put("new:1", experts(1), "LTK").wait()
     other.close()
     assert stored_rows(tmp_path / "ds") == {"new:1": 1}
     (kept,) = spools(place)
     assert any(b"old:1" in path.read_bytes() for path in kept.glob("*.slab"))
+    with RoutingWriter(tmp_path / "ds", options(place)) as third:
+        until(lambda: third.stats().left == (str(kept),), "the next writer names what it leaves")
+    assert [report.records for report in rr.recover(place, force=True)] == [1]
+    assert stored_rows(tmp_path / "ds") == {"new:1": 1, "old:1": 1}
+    assert spools(place) == []
 
 
 def test_closing_reports_what_was_set_aside(tmp_path: Path) -> None:
@@ -425,6 +431,6 @@ def test_closing_reports_what_was_set_aside(tmp_path: Path) -> None:
     other = RoutingWriter(tmp_path / "ds", options(place), create=SPEC)
     other._spool._clock = HybridClock(lambda: wall_ms() - 8 * 86400 * 1000)
     other.put("old:1", experts(1), "LTK")
-    with pytest.raises(rr.WriterError, match=rf"set aside; it is kept in {place}"):
+    with pytest.raises(rr.WriterError, match=rf"set aside; .*`rr-dataset recover --force`.*; it is kept in {place}"):
         other.close()
     assert len(spools(place)) == 1

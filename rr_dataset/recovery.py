@@ -1,0 +1,222 @@
+"""Dead spools: what their writers committed is published, by the next writer of the dataset or by `recover`.
+
+A spool is dead when its lock is free. Only spools of the same user are touched, and nothing is given up that is not
+durable: what cannot be published stays where it is and is named.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rr_dataset.clock import wall_ms
+from rr_dataset.description import read_format
+from rr_dataset.errors import CorruptSpoolError, NotFoundError, RoutingDatasetError
+from rr_dataset.publish import last_publish_ms
+from rr_dataset.publisher import UNPUBLISHED, Published, Publisher, open_slab, slabs_in
+from rr_dataset.slab import ASIDE, read_identity, read_state
+from rr_dataset.spool import remove_directory
+from rr_dataset.storage import open_storage
+
+RECOVERED, LEFT, LIVING = "recovered", "left", "living"
+ABANDONED_S = 60.0  # a directory without a slab for so long is not being made any more
+
+_WRITER = re.compile(r"\.?[0-9a-f]{16}")
+_USER = re.compile(r"rr_dataset-([0-9]+)")
+
+PublisherOf = Callable[[Mapping[str, Any]], Publisher]  # by a spool's identity; raises when it is not to be published
+
+
+@dataclass(frozen=True)
+class SpoolReport:
+    """What became of one spool, or of all spools of another user."""
+
+    path: str
+    outcome: str  # recovered: all of it is durable; left: something of it stays; living: its own processes mind it
+    dataset: str | None  # uuid; None when it holds nothing, or cannot be read
+    uri: str | None  # of its dataset
+    records: int  # made durable, or to be made durable by a dry run
+    bytes: int  # of their shards, or payloads in a dry run
+    torn: int  # entries that no put had finished, dropped
+    reason: str  # why something is left, and the way out
+
+
+def recover(
+    spool_dir: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    uri: str | None = None,
+    dry_run: bool = False,
+) -> list[SpoolReport]:
+    """Publish what dead spools hold, and remove those of which nothing is left. Idempotent; safe beside living writers.
+
+    spool_dir: where writers put their spools (such as /dev/shm), a user's folder in it, or one spool.
+    force: publish also slabs that were set aside by age; that may revive ids deleted meanwhile.
+    storage_options: for the store of the dataset. uri: where the dataset is now, instead of the address in the spool;
+        spools of other datasets are then left.
+    dry_run: change nothing and say what would be.
+
+    Living spools, those of other users and what cannot be published are left and named. Raises NotFoundError when
+    there is no such folder.
+    """
+    opened: dict[str, Publisher] = {}
+
+    def publisher_of(identity: Mapping[str, Any]) -> Publisher:
+        place = uri or identity["uri"]
+        if place not in opened:
+            storage = open_storage(place, storage_options or {})
+            opened[place] = Publisher(storage, read_format(storage), "none")
+        return opened[place]
+
+    try:
+        found = list(_recover(Path(spool_dir).absolute(), publisher_of, force=force, dry_run=dry_run))
+    finally:
+        for publisher in opened.values():
+            publisher.close()
+    return [report for report in found if report is not None]
+
+
+def adopt(folder: Path, publisher: Publisher) -> Iterator[SpoolReport | None]:
+    """Recover the dead spools of a user's folder that belong to the publisher's dataset; None after each slab."""
+    for directory in _spools_in(folder):
+        yield from recover_spool(directory, lambda _: publisher, force=False, dry_run=False)
+
+
+def _recover(place: Path, publisher_of: PublisherOf, *, force: bool, dry_run: bool) -> Iterator[SpoolReport | None]:
+    if not place.is_dir():
+        raise NotFoundError(f"{place} is no folder: give the spool_dir of the writers, or the path of one spool")
+    named = _WRITER.fullmatch(place.name) or _USER.fullmatch(place.name)
+    inside = (path for path in place.iterdir() if _USER.fullmatch(path.name) and path.is_dir())
+    for path in [place] if named else sorted(inside):
+        owner = path.stat().st_uid
+        if owner != os.getuid() or path.is_symlink():
+            yield _report(path, LEFT, None, reason=f"belongs to user {owner}, who must recover it")
+            continue
+        for directory in [path] if _WRITER.fullmatch(path.name) else _spools_in(path):
+            yield from recover_spool(directory, publisher_of, force=force, dry_run=dry_run)
+
+
+def _spools_in(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _WRITER.fullmatch(path.name) and path.is_dir())
+
+
+def recover_spool(
+    directory: Path, publisher_of: PublisherOf, *, force: bool, dry_run: bool
+) -> Iterator[SpoolReport | None]:
+    """Publish one spool if it is dead; None after each slab, its report last, unless it is gone or being made."""
+    try:
+        with _lock_of(directory) as dead:
+            if dead is False:
+                yield _report(directory, LIVING, None, reason="its engine or its worker lives")
+            else:
+                yield from _empty(directory, dead is None, publisher_of, force=force, dry_run=dry_run)
+    except Exception as error:  # noqa: BLE001 - rubbish of whatever kind keeps nobody from recovering the rest
+        if not directory.exists():  # its own worker, or another who recovers, was faster
+            return
+        identity = None
+        with suppress(Exception):
+            identity = _identity(directory)
+        yield _report(directory, LEFT, identity, reason=_text(error))
+
+
+def _empty(
+    directory: Path, unlocked: bool, publisher_of: PublisherOf, *, force: bool, dry_run: bool
+) -> Iterator[SpoolReport | None]:
+    """`recover_spool` for one that nobody else has; all or nothing of it is looked at before anything is changed."""
+    identity = _identity(directory)
+    if not any(directory.glob("*.slab")):
+        being_made = unlocked or directory.name.startswith(".")
+        if not dry_run and not (being_made and time.time() - directory.stat().st_mtime < ABANDONED_S):
+            remove_directory(directory)
+        return
+    if unlocked:
+        raise CorruptSpoolError("it has slabs but no lock, so nobody can tell whether its writer lives")
+    slabs = slabs_in(directory, (*UNPUBLISHED, ASIDE))
+    done, reasons = [], list[str]()
+    if slabs and identity is not None:
+        publisher = publisher_of(identity)
+        if identity["dataset"] != publisher.dataset.uuid:
+            raise CorruptSpoolError(f"it belongs to another dataset, {identity['uri']}")
+        for slab in slabs:
+            try:
+                done.append(_publish(slab, publisher, force=force, dry_run=dry_run))
+            except Exception as error:  # noqa: BLE001 - the other slabs may do better
+                reasons.append(_text(error))
+            yield None
+    aside = sum(each.set_aside for each in done)
+    if aside:
+        reasons.append(
+            f"{aside} slabs are older than the dataset's tombstones live, so deletes of their ids may be forgotten; "
+            "`rr-dataset recover --force` publishes them and may revive deleted ids"
+        )
+    if not reasons and not dry_run:
+        remove_directory(directory)
+    yield _report(directory, LEFT if reasons else RECOVERED, identity, done, "; ".join(reasons))
+
+
+def _report(
+    path: Path, outcome: str, identity: Mapping[str, Any] | None, done: Sequence[Published] = (), reason: str = ""
+) -> SpoolReport:
+    return SpoolReport(
+        path=str(path),
+        outcome=outcome,
+        dataset=None if identity is None else identity.get("dataset"),
+        uri=None if identity is None else identity.get("uri"),
+        records=sum(each.records for each in done),
+        bytes=sum(each.bytes for each in done),
+        torn=sum(each.torn for each in done),
+        reason=reason,
+    )
+
+
+def _publish(slab: Path, publisher: Publisher, *, force: bool, dry_run: bool) -> Published:
+    if not force and read_state(slab)[1] == ASIDE:
+        return Published(0, 0, 0, set_aside=True)
+    if not dry_run:
+        return publisher.publish(slab, force=force)
+    with open_slab(slab) as contents:
+        entries = contents.entries
+        oldest = min((entry.t_submit for entry in entries), default=None)
+        if not force and oldest is not None and wall_ms() > last_publish_ms(publisher.dataset, oldest):
+            return Published(0, 0, contents.torn, set_aside=True)
+        return Published(len(entries), sum(entry.payload.nbytes for entry in entries), contents.torn, set_aside=False)
+
+
+def _identity(directory: Path) -> Mapping[str, Any] | None:
+    """What the slabs say of their writer; None if none was ever used. Raises CorruptSpoolError if a file is no slab."""
+    identity = None
+    for path in sorted(directory.glob("*.slab")):
+        identity = read_identity(path) or identity
+    return identity
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, RoutingDatasetError) else f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def _lock_of(directory: Path) -> Iterator[bool | None]:
+    """True: its processes are dead, and it is locked meanwhile. False: they live. None: it has no lock."""
+    try:
+        fd = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(fd)

@@ -1,0 +1,207 @@
+"""What a slab becomes in the dataset, and which slabs of a spool are taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rr_dataset as rr
+from rr_dataset import publisher as publisher_module
+from rr_dataset.clock import HybridClock, wall_ms
+from rr_dataset.errors import CorruptSpoolError, StorageError
+from rr_dataset.publisher import UNPUBLISHED, slabs_in
+from rr_dataset.record import STATUSES
+from rr_dataset.slab import ASIDE, DROP, PUBLISHED, PUT, SEALED, read_state
+from rr_dataset.spool import Spool
+from tests.engines import SPEC, experts, stored_rows
+from tests.spooled import WRITER, make_spool, publisher_of, put, sealed
+from tests.strategies import key_schemes, keys_of, ranges_within, routing, specs, texts, weight_spans_within
+
+# ---- from arrays to a dataset and back
+
+
+@given(specs(), key_schemes, st.data())
+def test_any_record_of_any_spec_and_id_crosses_unchanged(
+    tmp_path_factory: pytest.TempPathFactory, spec: rr.RoutingSpec, scheme: rr.KeyScheme, data: st.DataObject
+) -> None:
+    base = tmp_path_factory.mktemp("cross")
+    dataset = rr.create_dataset(base / "ds", spec, keys=scheme)
+    spool = make_spool(base, dataset)
+    key = data.draw(keys_of(scheme))
+    tokens = data.draw(st.sampled_from([0, 1, 2, 7, 40]))
+    layout = data.draw(st.sampled_from(["TLK", "LTK"]))
+    layers = spec.moe_layers
+    if data.draw(st.booleans()):
+        layers = tuple(sorted(data.draw(st.sets(st.sampled_from(spec.moe_layers), min_size=1))))
+    start = data.draw(st.sampled_from([0, 0, 5]))
+    more = {
+        "layers": layers,
+        "token_start": start,
+        "part": start > 0,
+        "status": data.draw(st.sampled_from(STATUSES[:-1])),
+        "missing": data.draw(ranges_within(start, start + tokens)),
+        "weight_version": data.draw(st.just("v1") | weight_spans_within(start, start + tokens)),
+        "tags": data.draw(st.dictionaries(texts, texts, max_size=2)),
+        "token_ids": data.draw(st.sampled_from([None, np.arange(tokens)])),
+        "logprobs": data.draw(st.sampled_from([None, np.linspace(-1, 0, tokens)])),
+    }
+    source = routing(spec, len(layers), tokens)
+    array = source.transpose(1, 0, 2) if layout == "TLK" else source
+    order = data.draw(st.sampled_from(["C", "F", "K"]))
+    dtype = data.draw(st.sampled_from([spec.dtype, "int64", ">i4"]))
+    stamp = put(spool, dataset, key.request_id, np.array(array, dtype, order=order), layout, **more)
+    for path in sealed(spool):
+        assert publisher_of(dataset).publish(path).records == 1
+    spool.collect()
+    assert spool.batches() == []
+    spool.close(remove=True)
+
+    record = dataset.get(key.request_id, layers=layers)
+    positions = slice(start, start + tokens)
+    expected = source.copy()
+    for first, last in more["missing"]:
+        expected[:, first - start : last - start] = 0
+    np.testing.assert_array_equal(record.routed_experts[:, positions], expected)
+    gaps = [(0, start)] * (start > 0) + list(more["missing"])
+    present = np.ones((len(layers), start + tokens), bool)
+    for first, last in gaps:
+        present[:, first:last] = False
+    np.testing.assert_array_equal(record.present(), present)
+    (row,) = record.rows
+    assert (row.request_id, row.components, row.choice) == (key.request_id, key.components, key.choice)
+    assert (row.t_submit, row.record_id) == (stamp, f"{stamp:016x}-{WRITER}")
+    assert (row.token_start, row.num_tokens, row.layers, row.status) == (start, tokens, layers, more["status"])
+    assert row.part == (start > 0 or layers != spec.moe_layers)
+    assert (row.run_id, row.producer, dict(row.tags)) == ("run-1", "rollout", more["tags"])
+    version = more["weight_version"]
+    assert (row.weight_version, row.weight_spans) == (("v1", ()) if version == "v1" else (None, version))
+    for name, dtype_of in (("token_ids", np.int32), ("logprobs", np.float32)):
+        value = getattr(record, name)
+        if more[name] is None:
+            assert value is None
+        elif tokens:
+            np.testing.assert_array_equal(value[positions], more[name].astype(dtype_of))
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Any:
+    return rr.create_dataset(tmp_path / "ds", SPEC)
+
+
+@pytest.fixture
+def spool(tmp_path: Path, dataset: Any) -> Iterator[Spool]:
+    made = make_spool(tmp_path, dataset)
+    yield made
+    made.close(remove=True)
+
+
+def test_a_slab_of_many_partitions_puts_and_drops(tmp_path: Path, dataset: Any, spool: Spool) -> None:
+    for i in range(20):
+        put(spool, dataset, f"d{i % 4}:{i}", experts(i))
+    lost = spool.reserve(PUT, 0, b"lost:1", b'{"status":"complete"}', tokens=1, payload_bytes=8)
+    assert lost is not None
+    spool.abort(lost)
+    (path,) = sealed(spool)
+    done = publisher_of(dataset).publish(path)
+    assert (done.records, done.torn, done.set_aside) == (20, 1, False)
+    assert read_state(path)[1] == PUBLISHED
+    assert sorted(path.parent.name for path in (tmp_path / "ds").rglob("*.arrow")) == [
+        f"data_id=d{i}" for i in range(4)
+    ]
+    assert stored_rows(tmp_path / "ds") == {f"d{i % 4}:{i}": 1 for i in range(20)}
+    for i in range(20):
+        np.testing.assert_array_equal(dataset.get(f"d{i % 4}:{i}").routed_experts, experts(i))
+
+
+def test_a_drop_becomes_a_row_with_its_reason(dataset: Any, spool: Spool) -> None:
+    meta = json.dumps({"status": "dropped", "reason": "spool full", "part": True, "token_ids": True, "layers": [3]})
+    reservation = spool.reserve(DROP, 0, b"a:1", meta.encode(), tokens=9, payload_bytes=0)
+    assert reservation is not None
+    spool.commit(reservation)
+    for path in sealed(spool):
+        publisher_of(dataset).publish(path)
+    (head,) = dataset.heads(["a:1"])
+    (row,) = head.rows
+    assert (row.status, row.reason, row.num_tokens, row.layers) == ("dropped", "spool full", 9, ())
+    with pytest.raises(rr.RecordDroppedError, match="spool full"):
+        dataset.get("a:1")
+
+
+def test_a_slab_that_was_published_but_not_marked_is_published_again_to_the_same_names(
+    tmp_path: Path, dataset: Any, spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(6):
+        put(spool, dataset, f"d{i % 2}:{i}", experts(i))
+    (path,) = sealed(spool)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher_module, "write_state", killed)
+        with pytest.raises(KeyboardInterrupt):
+            publisher_of(dataset).publish(path)
+    before = sorted((tmp_path / "ds").rglob("*.arrow"))
+    assert len(before) == 2
+    assert read_state(path)[1] == SEALED
+    assert publisher_of(dataset).publish(path).records == 6
+    assert sorted((tmp_path / "ds").rglob("*.arrow")) == before
+    assert stored_rows(tmp_path / "ds") == {f"d{i % 2}:{i}": 1 for i in range(6)}
+
+
+def test_a_slab_that_the_storage_refuses_stays_sealed(tmp_path: Path, dataset: Any, spool: Spool) -> None:
+    put(spool, dataset, "a:1", experts(1))
+    put(spool, dataset, "b:1", experts(2))
+    (path,) = sealed(spool)
+    (tmp_path / "ds/data_id=b").write_text("")
+    with pytest.raises(StorageError, match="data_id=b"):
+        publisher_of(dataset).publish(path)
+    assert read_state(path)[1] == SEALED
+    (tmp_path / "ds/data_id=b").unlink()
+    assert publisher_of(dataset).publish(path).records == 2
+    assert stored_rows(tmp_path / "ds") == {"a:1": 1, "b:1": 1}
+
+
+def test_a_slab_older_than_tombstones_live_is_set_aside(tmp_path: Path, dataset: Any, spool: Spool) -> None:
+    spool._clock = HybridClock(lambda: wall_ms() - 8 * 86400 * 1000)
+    put(spool, dataset, "a:1", experts(1))
+    (path,) = sealed(spool)
+    assert publisher_of(dataset).publish(path).set_aside
+    assert read_state(path)[1] == ASIDE
+    assert stored_rows(tmp_path / "ds") == {}
+
+
+def test_a_slab_of_another_dataset_is_refused(tmp_path: Path, dataset: Any, spool: Spool) -> None:
+    put(spool, dataset, "a:1", experts(1))
+    (path,) = sealed(spool)
+    other = rr.create_dataset(tmp_path / "other", SPEC)
+    with pytest.raises(CorruptSpoolError, match=rf"{path} belongs to dataset {dataset.uri}"):
+        publisher_of(other).publish(path)
+    assert read_state(path)[1] == SEALED
+    assert stored_rows(tmp_path / "other") == {}
+
+
+def test_an_entry_too_short_for_its_record_is_refused(dataset: Any, spool: Spool) -> None:
+    reservation = spool.reserve(PUT, 0, b"a:1", b'{"status":"complete"}', tokens=100, payload_bytes=64)
+    assert reservation is not None
+    spool.commit(reservation)
+    (path,) = sealed(spool)
+    with pytest.raises(CorruptSpoolError, match="record 'a:1' needs 800 bytes, its entry has 64"):
+        publisher_of(dataset).publish(path)
+
+
+def test_slabs_are_taken_oldest_first_and_by_their_state(dataset: Any, spool: Spool) -> None:
+    for i in range(3):
+        put(spool, dataset, f"a:{i}", experts(i))
+        spool.close_active()
+    put(spool, dataset, "a:3", experts(3))
+    found = [read_state(path) for path in slabs_in(spool.directory, UNPUBLISHED)]
+    assert [seq for seq, _ in found] == [1, 2, 3, 4]
+    assert [read_state(path)[0] for path in slabs_in(spool.directory, (SEALED,))] == [1, 2, 3]

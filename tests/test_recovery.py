@@ -1,0 +1,378 @@
+"""Dead spools: what the next writer or `recover` makes durable, and what they leave, name and never touch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rr_dataset as rr
+from rr_dataset.clock import HybridClock, wall_ms
+from rr_dataset.publisher import UNPUBLISHED, slabs_in
+from rr_dataset.recovery import SpoolReport, adopt
+from rr_dataset.slab import ASIDE, PUT, SLAB_VERSION
+from rr_dataset.spool import Spool, spools_of
+from tests.engines import SPEC, experts, stored_rows
+from tests.spooled import SLAB, WRITER, make_spool, publisher_of, put
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Any:
+    return rr.create_dataset(tmp_path / "ds", SPEC)
+
+
+@pytest.fixture
+def spool(tmp_path: Path, dataset: Any) -> Iterator[Spool]:
+    made = make_spool(tmp_path, dataset)
+    yield made
+    made.close(remove=True)
+
+
+def adopt_all(dataset: Any, base: Path) -> list[SpoolReport]:
+    """What the worker of a new writer does."""
+    return [report for report in adopt(spools_of(base), publisher_of(dataset)) if report is not None]
+
+
+def die(spool: Spool) -> Path:
+    """What a kill of engine and worker leaves."""
+    spool.close(remove=False)
+    return spool.directory
+
+
+def contents(directory: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
+
+
+def test_a_dead_spool_is_published_and_removed(tmp_path: Path, dataset: Any) -> None:
+    spool = make_spool(tmp_path, dataset)
+    for i in range(3):
+        put(spool, dataset, f"a:{i}", experts(i))
+        spool.close_active()
+    put(spool, dataset, "a:3", experts(3))
+    assert spool.reserve(PUT, 0, b"torn:1", b"{}", tokens=1, payload_bytes=8) is not None
+    dead = die(spool)
+    (report,) = adopt_all(dataset, tmp_path)
+    assert (report.path, report.outcome, report.reason) == (str(dead), "recovered", "")
+    assert (report.dataset, report.uri) == (dataset.format.uuid, dataset.uri)
+    assert (report.records, report.torn) == (4, 1)
+    assert report.bytes == sum(path.stat().st_size for path in (tmp_path / "ds").rglob("*.arrow"))
+    assert not dead.exists()
+    assert stored_rows(tmp_path / "ds") == Counter(f"a:{i}" for i in range(4))
+    assert adopt_all(dataset, tmp_path) == []
+    assert adopt_all(dataset, tmp_path / "nowhere") == []
+
+
+def test_a_living_spool_is_not_touched(tmp_path: Path, dataset: Any, spool: Spool) -> None:
+    put(spool, dataset, "a:1", experts(1))
+    spool.close_active()
+    before = contents(spool.directory)
+    adopt_all(dataset, tmp_path)
+    assert contents(spool.directory) == before
+    assert stored_rows(tmp_path / "ds") == {}
+
+
+def test_a_spool_whose_worker_lives_is_not_dead(tmp_path: Path, dataset: Any) -> None:
+    spool = make_spool(tmp_path, dataset)
+    put(spool, dataset, "a:1", experts(1))
+    inherited = os.dup(spool.lock_fd)  # as the worker has it: one open file description
+    dead = die(spool)
+    adopt_all(dataset, tmp_path)
+    assert dead.exists()
+    os.close(inherited)
+    adopt_all(dataset, tmp_path)
+    assert not dead.exists()
+
+
+def test_two_adopters_publish_once(tmp_path: Path, dataset: Any) -> None:
+    spool = make_spool(tmp_path, dataset)
+    put(spool, dataset, "a:1", experts(1))
+    dead = die(spool)
+    with (dead / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        adopt_all(dataset, tmp_path)
+        assert stored_rows(tmp_path / "ds") == {}
+    adopt_all(dataset, tmp_path)
+    assert stored_rows(tmp_path / "ds") == {"a:1": 1}
+
+
+def test_what_is_set_aside_keeps_its_dead_spool(tmp_path: Path, dataset: Any) -> None:
+    spool = make_spool(tmp_path, dataset)
+    spool._clock = HybridClock(lambda: wall_ms() - 8 * 86400 * 1000)
+    put(spool, dataset, "a:1", experts(1))
+    dead = die(spool)
+    adopt_all(dataset, tmp_path)
+    assert len(slabs_in(dead, (ASIDE,))) == 1
+    before = contents(dead)
+    adopt_all(dataset, tmp_path)
+    assert contents(dead) == before
+
+
+def of_another_dataset(dead: Path) -> None:
+    other = rr.create_dataset(dead.parent.parent / "other", SPEC)
+    shutil.rmtree(dead)
+    spool = make_spool(dead.parent.parent, other)
+    put(spool, other, "a:1", experts(1))
+    die(spool)
+
+
+def of_another_version(dead: Path) -> None:
+    path = slabs_in(dead, UNPUBLISHED)[0]
+    content = bytearray(path.read_bytes())
+    struct.pack_into("<I", content, 8, SLAB_VERSION + 1)
+    path.write_bytes(content)
+
+
+def cut(dead: Path) -> None:
+    os.truncate(slabs_in(dead, UNPUBLISHED)[0], 5000)
+
+
+def foreign_file(dead: Path) -> None:
+    (dead / "000000.slab").write_bytes(b"a stranger's notes" * 100)
+
+
+def directory_in_place_of_a_slab(dead: Path) -> None:
+    (dead / "000000.slab").mkdir()
+
+
+def strange_identity(dead: Path) -> None:
+    shutil.rmtree(dead)
+    spool = Spool(dead.parent.parent, WRITER, spool_bytes=2 * SLAB, slab_bytes=SLAB, sync=False)
+    spool.allocate()
+    spool.identify({"by": "a stranger"})
+    reservation = spool.reserve(PUT, 0, b"a:1", b"{}", tokens=0, payload_bytes=0)
+    assert reservation is not None
+    spool.commit(reservation)
+    die(spool)
+
+
+def without_a_lock(dead: Path) -> None:
+    (dead / "lock").unlink()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        of_another_dataset,
+        of_another_version,
+        cut,
+        foreign_file,
+        directory_in_place_of_a_slab,
+        strange_identity,
+        without_a_lock,
+    ],
+)
+def test_what_cannot_be_taken_over_is_left_named_and_keeps_nobody_from_the_rest(
+    tmp_path: Path, dataset: Any, spoil: Callable[[Path], None]
+) -> None:
+    spool = make_spool(tmp_path, dataset)
+    put(spool, dataset, "bad:1", experts(1))
+    bad = die(spool)
+    spoil(bad)
+    before = contents(bad)
+    good = make_spool(tmp_path, dataset, "f" * 16)
+    put(good, dataset, "good:1", experts(1))
+    die(good)
+    reports = adopt_all(dataset, tmp_path)
+    assert [(report.path, report.outcome) for report in reports] == [
+        (str(bad), "left"),
+        (str(good.directory), "recovered"),
+    ]
+    assert reports[0].reason
+    assert contents(bad) == before
+    assert stored_rows(tmp_path / "ds") == {"good:1": 1}
+    assert not good.directory.exists()
+
+
+def test_a_folder_that_is_no_writers_is_not_looked_into(tmp_path: Path, dataset: Any) -> None:
+    folder = spools_of(tmp_path) / "backup"
+    folder.mkdir(parents=True)
+    (folder / "lock").touch()
+    (folder / "notes").write_text("of somebody")
+    before = contents(folder.parent)
+    adopt_all(dataset, tmp_path)
+    assert contents(folder.parent) == before
+
+
+def test_an_outage_leaves_the_dead_spool_for_later(tmp_path: Path, dataset: Any) -> None:
+    spool = make_spool(tmp_path, dataset)
+    put(spool, dataset, "a:1", experts(1))
+    dead = die(spool)
+    (tmp_path / "ds/data_id=a").write_text("")
+    adopt_all(dataset, tmp_path)
+    assert dead.exists()
+    (tmp_path / "ds/data_id=a").unlink()
+    adopt_all(dataset, tmp_path)
+    assert not dead.exists()
+    assert stored_rows(tmp_path / "ds") == {"a:1": 1}
+
+
+def old(spool: Spool) -> None:
+    """From here on the spool stamps as it did eight days ago; tombstones live for seven."""
+    spool._clock = HybridClock(lambda: wall_ms() - 8 * 86400 * 1000)
+
+
+def test_one_slab_that_fails_does_not_hold_up_the_others(tmp_path: Path, dataset: Any) -> None:
+    spool = make_spool(tmp_path, dataset)
+    for i, name in enumerate("abc"):
+        put(spool, dataset, f"{name}:{i}", experts(i))
+        spool.close_active()
+    short = spool.reserve(PUT, 0, b"short:1", b'{"status":"complete"}', tokens=100, payload_bytes=64)
+    assert short is not None
+    spool.commit(short)
+    dead = die(spool)
+    (tmp_path / "ds/data_id=b").write_text("a file where a directory must be")
+    (report,) = adopt_all(dataset, tmp_path)
+    assert (report.outcome, report.records) == ("left", 2)
+    assert "data_id=b" in report.reason
+    assert "record 'short:1' needs 800 bytes, its entry has 64" in report.reason
+    assert stored_rows(tmp_path / "ds") == {"a:0": 1, "c:2": 1}
+    (tmp_path / "ds/data_id=b").unlink()
+    (report,) = adopt_all(dataset, tmp_path)
+    assert (report.outcome, report.records) == ("left", 1)
+    assert stored_rows(tmp_path / "ds") == {"a:0": 1, "b:1": 1, "c:2": 1}
+    assert len(slabs_in(dead, UNPUBLISHED)) == 1
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_a_removal_that_was_cut_short_is_finished_by_the_next(tmp_path: Path, dataset: Any, step: int) -> None:
+    spool = make_spool(tmp_path, dataset)
+    dead = die(spool)
+    files = sorted(dead.iterdir(), key=lambda path: path.name == "lock")
+    assert len(files) == 7
+    for path in files[:step]:
+        path.unlink()
+    os.utime(dead, (0, 0))
+    adopt_all(dataset, tmp_path)
+    assert not dead.exists()
+
+
+def test_what_is_being_made_is_left_for_a_minute(tmp_path: Path, dataset: Any) -> None:
+    folder = spools_of(tmp_path)
+    made = [folder / f".{WRITER}", folder / f".{'f' * 16}", folder / f"{'e' * 16}"]
+    for path in made:
+        path.mkdir(parents=True)
+    (made[0] / "lock").touch()
+    assert adopt_all(dataset, tmp_path) == []
+    assert all(path.exists() for path in made)
+    for path in made:
+        os.utime(path, (0, 0))
+    assert adopt_all(dataset, tmp_path) == []
+    assert list(folder.iterdir()) == []
+
+
+# ---- recover
+
+
+def two_dead_spools(base: Path, dataset: Any) -> list[Path]:
+    """Two spools of two datasets; the second dataset is `base / "other"`."""
+    other = rr.create_dataset(base / "other", SPEC)
+    dead = []
+    for i, (writer, of) in enumerate([(WRITER, dataset), ("f" * 16, other)]):
+        spool = make_spool(base, of, writer)
+        put(spool, of, f"a:{i}", experts(i))
+        dead.append(die(spool))
+    return dead
+
+
+def outcomes(reports: list[SpoolReport]) -> list[tuple[str, str, int]]:
+    return [(Path(report.path).name, report.outcome, report.records) for report in reports]
+
+
+@pytest.mark.parametrize("how", ["base", "folder of the user", "one spool"])
+def test_recover_takes_the_base_the_folder_or_one_spool(tmp_path: Path, dataset: Any, how: str) -> None:
+    first, second = two_dead_spools(tmp_path, dataset)
+    place = {"base": tmp_path, "folder of the user": spools_of(tmp_path), "one spool": first}[how]
+    whole = how != "one spool"
+    found = outcomes(rr.recover(place))
+    assert found == [(WRITER, "recovered", 1), ("f" * 16, "recovered", 1)][: 1 + whole]
+    assert not first.exists()
+    assert second.exists() != whole
+    assert stored_rows(tmp_path / "ds") == {"a:0": 1}
+    assert stored_rows(tmp_path / "other") == ({"a:1": 1} if whole else {})
+    assert rr.recover(tmp_path / "ds") == [], "a folder without spools"
+
+
+def test_recover_needs_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(rr.NotFoundError, match=f"{tmp_path}/nowhere is no folder: give the spool_dir"):
+        rr.recover(tmp_path / "nowhere")
+
+
+def test_a_dry_run_says_the_same_and_changes_nothing(tmp_path: Path, dataset: Any) -> None:
+    first, second = two_dead_spools(tmp_path, dataset)
+    spool = make_spool(tmp_path, dataset, "e" * 16)
+    put(spool, dataset, "b:0", experts(0))
+    spool.close_active()
+    old(spool)
+    put(spool, dataset, "b:1", experts(1))
+    third = die(spool)
+    before = contents(spools_of(tmp_path))
+    said = rr.recover(tmp_path, dry_run=True)
+    assert contents(spools_of(tmp_path)) == before
+    assert stored_rows(tmp_path / "ds") == {}
+    assert said[0].bytes >= experts(0).nbytes
+    done = rr.recover(tmp_path)
+    assert outcomes(said) == outcomes(done)
+    assert [report.reason for report in said] == [report.reason for report in done]
+    assert "1 slabs are older than the dataset's tombstones live" in done[1].reason
+    assert (first.exists(), second.exists(), third.exists()) == (False, False, True)
+    assert outcomes(rr.recover(tmp_path, dry_run=True, force=True)) == [("e" * 16, "recovered", 1)]
+    assert third.exists()
+
+
+def test_what_was_set_aside_is_published_only_by_force(tmp_path: Path, dataset: Any) -> None:
+    spool = make_spool(tmp_path, dataset)
+    old(spool)
+    put(spool, dataset, "a:1", experts(1))
+    dead = die(spool)
+    for _ in range(2):  # sets it aside, finds it aside
+        (report,) = rr.recover(tmp_path)
+        assert (report.outcome, report.records) == ("left", 0)
+        assert "`rr-dataset recover --force` publishes them and may revive deleted ids" in report.reason
+    assert stored_rows(tmp_path / "ds") == {}
+    assert outcomes(rr.recover(dead, force=True)) == [(WRITER, "recovered", 1)]
+    assert stored_rows(tmp_path / "ds") == {"a:1": 1}
+    assert not dead.exists()
+
+
+def test_living_spools_are_named_and_left_also_by_force(tmp_path: Path, dataset: Any, spool: Spool) -> None:
+    put(spool, dataset, "a:1", experts(1))
+    before = contents(spool.directory)
+    for place in (tmp_path, spool.directory):
+        (report,) = rr.recover(place, force=True)
+        assert (report.outcome, report.records) == ("living", 0)
+        assert report.reason == "its engine or its worker lives"
+    assert contents(spool.directory) == before
+
+
+def test_spools_of_other_users_are_named_and_left(
+    tmp_path: Path, dataset: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(spool := make_spool(tmp_path, dataset), dataset, "a:1", experts(1))
+    dead = die(spool)
+    before = contents(dead)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    for place in (tmp_path, dead.parent, dead):
+        (report,) = rr.recover(place)
+        assert report.outcome == "left"
+        assert report.reason == f"belongs to user {dead.stat().st_uid}, who must recover it"
+    assert contents(dead) == before
+
+
+def test_a_dataset_that_moved_is_given_by_its_address(tmp_path: Path, dataset: Any) -> None:
+    two_dead_spools(tmp_path, dataset)
+    (tmp_path / "ds").rename(tmp_path / "moved")
+    reports = rr.recover(tmp_path)
+    assert outcomes(reports) == [(WRITER, "left", 0), ("f" * 16, "recovered", 1)]
+    assert f"{tmp_path}/ds is no dataset" in reports[0].reason
+    (report,) = rr.recover(tmp_path, uri=str(tmp_path / "other"))
+    assert (report.outcome, report.uri) == ("left", str(tmp_path / "ds"))
+    assert f"it belongs to another dataset, {tmp_path}/ds" in report.reason
+    assert outcomes(rr.recover(tmp_path, uri=str(tmp_path / "moved"))) == [(WRITER, "recovered", 1)]
+    assert stored_rows(tmp_path / "moved") == {"a:0": 1}
