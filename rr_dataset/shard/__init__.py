@@ -6,7 +6,7 @@ the payload that is wanted, and no more.
 
 from __future__ import annotations
 
-from rr_dataset.shard.build import Scratch, build_shard
+from rr_dataset.shard.build import Scratch, ShardBuilder, build_shard
 from rr_dataset.shard.check import Fault, check_shard
 from rr_dataset.shard.index import ShardIndex, Source, read_index
 from rr_dataset.shard.read import TileRead, VectorRead, read_tiles
@@ -16,6 +16,7 @@ from rr_dataset.shard.tiling import copy_tiles
 __all__ = [
     "Fault",
     "Scratch",
+    "ShardBuilder",
     "ShardIndex",
     "Source",
     "SourceFile",

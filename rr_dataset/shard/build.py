@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -15,15 +15,17 @@ from rr_dataset.errors import InvalidInputError, InvalidRoutingError
 from rr_dataset.keys import KeyScheme
 from rr_dataset.layout import DatasetFormat
 from rr_dataset.options import COMPRESSIONS
-from rr_dataset.record import RoutingSpec, RowData
+from rr_dataset.record import RoutingSpec, Row, RowData
 from rr_dataset.schema import VECTORS, scalar_schema, shard_schema
 from rr_dataset.shard.arrow import ALIGNMENT, COMPRESSED_PREFIX_BYTES, BatchLayout, Block, FileTemplate, padded
 from rr_dataset.shard.index import CHECKSUM_KEY, INDEX_KEY, MAX_COLUMN_BYTES, PayloadColumns, encode_index
+from rr_dataset.shard.order import sort_ids
 from rr_dataset.shard.tiling import copy_tiles
 
 MAX_BATCH_BYTES = 256 << 20  # of which a column is a part, so the offsets of several rows fit as well
 _VECTOR_ITEM_BYTES = 4
 _SMALL_BYTES = 64  # not worth compressing
+_BATCH_ROOM_BYTES = 64 << 10  # of a batch beside its payload, unless it has hundreds of rows
 _HOT_BYTES = 64 << 10  # of a layer that is hashed right after its copy, while the cache has it
 
 Bytes = npt.NDArray[np.uint8]
@@ -40,11 +42,11 @@ class Scratch:
         self._out = np.empty(0, np.uint8)
         self._raw = np.empty(0, np.uint8)
 
-    def out(self, size: int) -> Bytes:
-        """At least `size` bytes for the file; what stood there stays."""
+    def out(self, size: int, keep: int = 0) -> Bytes:
+        """At least `size` bytes for the file, of which the first `keep` stay what they are."""
         if size > self._out.size:
             grown = np.empty(size + size // 8, np.uint8)
-            grown[: self._out.size] = self._out
+            grown[:keep] = self._out[:keep]
             self._out = grown
         return self._out
 
@@ -76,47 +78,94 @@ def build_shard(
     Raises InvalidRoutingError for a payload that does not match its row or the spec, InvalidInputError for no rows or an
     unknown compression.
     """
-    if compression not in COMPRESSIONS:
-        raise InvalidInputError(f"compression={compression!r}: expected one of {', '.join(COMPRESSIONS)}")
     if not rows:
         raise InvalidInputError("a shard needs at least one row")
-    scratch = Scratch() if scratch is None else scratch
-    template = _Template.of(fmt.spec, fmt.keys, compression)
+    builder = ShardBuilder(fmt, compression=compression, scratch=Scratch() if scratch is None else scratch)
     ordered = sorted(rows, key=lambda data: (data.row.request_id, data.row.t_submit, data.row.record_id))
-    batches = [
-        _Batch(group, template)
-        for group in _split(ordered, fmt.spec, min(batch_bytes, MAX_BATCH_BYTES), max_batch_rows)
-    ]
-    head, head_length = template.file.head, template.file.message_length
-    out = scratch.out(len(head) + sum(head_length + batch.max_stored_length for batch in batches))
-    out[: len(head)] = np.frombuffer(head, np.uint8)
-    at = len(head)
-    blocks = []
-    for batch in batches:
-        body_at = at + head_length
-        stored = batch.write(out, body_at, compression, scratch)
-        message = template.file.message(len(batch.rows), batch.nodes, batch.buffers, stored)
-        out[at:body_at] = np.frombuffer(message, np.uint8)
-        blocks.append(Block(at, len(message), stored))
-        at = body_at + stored
-    index = encode_index(
-        template.payload,
-        fmt.keys.components,
-        compression,
-        [data.row for data in ordered],
-        [checksum for batch in batches for checksum in batch.checksums],
-        [columns for batch in batches for columns in batch.present],
-        [
-            (len(batch.rows), batch.ranges(block.offset + block.metadata_length))
-            for batch, block in zip(batches, blocks, strict=True)
-        ],
-        inputs,
-        tombstones_applied,
-    )
-    tail = template.file.tail(blocks, {INDEX_KEY: index, CHECKSUM_KEY: xxhash.xxh3_64_hexdigest(index).encode()})
-    out = scratch.out(at + len(tail))
-    out[at : at + len(tail)] = np.frombuffer(tail, np.uint8)
-    return out.data[: at + len(tail)]
+    groups = list(_split(ordered, min(batch_bytes, MAX_BATCH_BYTES), max_batch_rows))
+    builder.reserve(sum(map(_payload_bytes, ordered)), len(groups))
+    for group in groups:
+        builder.add(group)
+    return builder.finish(inputs, tombstones_applied)
+
+
+class ShardBuilder:
+    """Makes a shard's bytes batch by batch, so that only one batch's payload need be in memory. Not thread-safe.
+
+    level: of zstd. extra: columns that this version does not know; they stand behind its own.
+
+    Raises InvalidInputError for an unknown compression.
+    """
+
+    def __init__(
+        self,
+        fmt: DatasetFormat,
+        *,
+        compression: str,
+        scratch: Scratch,
+        level: int | None = None,
+        extra: Sequence[pa.Field] = (),
+    ) -> None:
+        if compression not in COMPRESSIONS:
+            raise InvalidInputError(f"compression={compression!r}: expected one of {', '.join(COMPRESSIONS)}")
+        self._format = fmt
+        self._compression = compression
+        self._codec = None if compression == "none" else _codec(compression, level)
+        self._scratch = scratch
+        self._template = _Template.of(fmt.spec, fmt.keys, compression, tuple(extra))
+        self._rows: list[Row] = []
+        self._checksums: list[int] = []
+        self._present: list[tuple[int, ...]] = []
+        self._batches: list[tuple[int, Ints]] = []
+        self._blocks: list[Block] = []
+        self._at = len(self._template.file.head)
+        scratch.out(self._at)[: self._at] = np.frombuffer(self._template.file.head, np.uint8)
+
+    def reserve(self, payload_bytes: int, batches: int) -> None:
+        """Take memory for all that will be added, so that it need not grow; what stays unused costs nothing."""
+        self._scratch.out(self._at + payload_bytes + batches * _BATCH_ROOM_BYTES, self._at)
+
+    def add(self, rows: Sequence[RowData], extra: pa.RecordBatch | None = None) -> None:
+        """Append a record batch. rows: in the order of the file. extra: the extra columns, parallel to `rows`.
+
+        Raises InvalidRoutingError for a payload that does not match its row or the spec.
+        """
+        for data in rows:
+            _check(data, self._format.spec)
+        file = self._template.file
+        batch = _Batch(tuple(rows), self._template, extra)
+        body_at = self._at + file.message_length
+        out = self._scratch.out(body_at + batch.max_stored_length, self._at)
+        stored = batch.write(out, body_at, self._codec, self._scratch)
+        out[self._at : body_at] = np.frombuffer(
+            file.message(len(batch.rows), batch.nodes, batch.buffers, stored), np.uint8
+        )
+        self._blocks.append(Block(self._at, file.message_length, stored))
+        self._rows += [data.row for data in rows]
+        self._checksums += batch.checksums
+        self._present += batch.present
+        self._batches.append((len(rows), batch.ranges(body_at)))
+        self._at = body_at + stored
+
+    def finish(self, inputs: Sequence[str] = (), tombstones_applied: Sequence[str] = ()) -> memoryview:
+        """The file, valid until the next use of the scratch memory. At least one batch has been added."""
+        index = encode_index(
+            self._template.payload,
+            self._format.keys.components,
+            self._compression,
+            self._rows,
+            self._checksums,
+            self._present,
+            self._batches,
+            inputs,
+            tombstones_applied,
+        )
+        checksum = xxhash.xxh3_64_hexdigest(index).encode()
+        tail = self._template.file.tail(self._blocks, {INDEX_KEY: index, CHECKSUM_KEY: checksum})
+        end = self._at + len(tail)
+        out = self._scratch.out(end, self._at)
+        out[self._at : end] = np.frombuffer(tail, np.uint8)
+        return out.data[:end]
 
 
 @dataclass(frozen=True)
@@ -137,10 +186,12 @@ class _Template:
     offsets: Ints
     data: Ints
     offset_units: Ints  # [columns, 1]: what a token adds to the offsets
+    payload_nodes: int
+    payload_buffers: int
 
     @classmethod
     @lru_cache(maxsize=16)
-    def of(cls, spec: RoutingSpec, keys: KeyScheme, compression: str) -> _Template:
+    def of(cls, spec: RoutingSpec, keys: KeyScheme, compression: str, extra: tuple[pa.Field, ...]) -> _Template:
         """Made once per process."""
         schema, payload = scalar_schema(keys), PayloadColumns.of(spec)
         nulls = pa.record_batch([pa.nulls(1, field.type) for field in schema], schema=schema)
@@ -148,7 +199,7 @@ class _Template:
         vectors, layers = np.arange(len(VECTORS)), np.arange(spec.num_layers)
         first_node, first_buffer = 2 * len(VECTORS), 4 * len(VECTORS)  # a list has two nodes, and two buffers in each
         return cls(
-            FileTemplate.of(shard_schema(spec, keys), compression),
+            FileTemplate.of(reduce(pa.Schema.append, extra, shard_schema(spec, keys)), compression),
             payload,
             keys.components,
             pa.struct(list(schema)),
@@ -158,26 +209,31 @@ class _Template:
             offsets=np.concatenate([4 * vectors + 1, first_buffer + 3 * layers + 1]),
             data=np.concatenate([4 * vectors + 3, first_buffer + 3 * layers + 2]),
             offset_units=np.where(np.arange(len(payload.names)) < len(VECTORS), 1, payload.token_bytes)[:, np.newaxis],
+            payload_nodes=first_node + spec.num_layers,
+            payload_buffers=first_buffer + 3 * spec.num_layers,
         )
 
 
-def _split(
-    ordered: Sequence[RowData], spec: RoutingSpec, batch_bytes: int, max_rows: int
-) -> Iterator[tuple[RowData, ...]]:
+def _codec(compression: str, level: int | None) -> pa.Codec:
+    return pa.Codec(compression, level) if compression == "zstd" and level is not None else pa.Codec(compression)
+
+
+def _split(ordered: Sequence[RowData], batch_bytes: int, max_rows: int) -> Iterator[tuple[RowData, ...]]:
     """Neighbours that share a record batch."""
     group: list[RowData] = []
     size = 0
     for data in ordered:
-        _check(data, spec)
-        length = sum(
-            array.nbytes for array in (data.routed_experts, data.token_ids, data.logprobs) if array is not None
-        )
+        length = _payload_bytes(data)
         if group and (size + length > batch_bytes or len(group) >= max_rows):
             yield tuple(group)
             group, size = [], 0
         group.append(data)
         size += length
     yield tuple(group)
+
+
+def _payload_bytes(data: RowData) -> int:
+    return sum(array.nbytes for array in (data.routed_experts, data.token_ids, data.logprobs) if array is not None)
 
 
 def _check(data: RowData, spec: RoutingSpec) -> None:
@@ -210,7 +266,7 @@ def _check(data: RowData, spec: RoutingSpec) -> None:
 class _Batch:
     """One record batch: where its buffers stand, then their bytes."""
 
-    def __init__(self, rows: tuple[RowData, ...], template: _Template) -> None:
+    def __init__(self, rows: tuple[RowData, ...], template: _Template, extra: pa.RecordBatch | None) -> None:
         self.rows = rows
         self.present = [template.payload.present(data) for data in rows]
         self.checksums: list[int] = []
@@ -218,6 +274,7 @@ class _Batch:
         self.buffers = np.zeros((template.file.layout.num_buffers, 2), np.int64)
         self._template = template
         self._scalars = _serialize_scalars(rows, template)
+        self._extra = None if extra is None else memoryview(extra.serialize())
         has = np.zeros((len(template.payload.names), len(rows)), np.bool_)
         for i, columns in enumerate(self.present):
             has[columns, i] = True
@@ -228,11 +285,16 @@ class _Batch:
         self._plan()
 
     def _plan(self) -> None:
-        """Fill `nodes` and `buffers`: the scalar columns as pyarrow laid them out, the payload behind them."""
+        """Fill `nodes` and `buffers`: the scalar columns as pyarrow laid them out, then the payload, then extra columns."""
         template, count = self._template, len(self.rows)
         scalars = BatchLayout.of(self._scalars)
         self._scalar_body = self._scalars[scalars.body_at :]
-        nodes, buffers = self.nodes[template.scalar_nodes :], self.buffers[template.scalar_buffers :]
+        nodes_end = template.scalar_nodes + template.payload_nodes
+        buffers_end = template.scalar_buffers + template.payload_buffers
+        nodes, buffers = (
+            self.nodes[template.scalar_nodes : nodes_end],
+            self.buffers[template.scalar_buffers : buffers_end],
+        )
         for table, part in ((self.nodes, scalars.nodes), (self.buffers, scalars.buffers)):
             numbers = np.frombuffer(self._scalars[part], np.int64).reshape(-1, 2)
             table[: len(numbers)] = numbers
@@ -250,6 +312,20 @@ class _Batch:
         self._offsets, self._data = buffers[template.offsets], buffers[template.data]
         self._validity = buffers[template.offsets - 1]
         self._length = int(ends[-1])
+        self._extra_at = self._length
+        if self._extra is not None:
+            self._place_extra(BatchLayout.of(self._extra), nodes_end, buffers_end)
+
+    def _place_extra(self, layout: BatchLayout, nodes_at: int, buffers_at: int) -> None:
+        """The extra columns as pyarrow laid them out, behind all others."""
+        extra = self._extra
+        if extra is None or layout.num_buffers != len(self.buffers) - buffers_at:
+            raise InvalidInputError("extra columns: a type whose number of buffers varies cannot be kept; cast it")
+        self.nodes[nodes_at:] = np.frombuffer(extra[layout.nodes], np.int64).reshape(-1, 2)
+        self.buffers[buffers_at:] = np.frombuffer(extra[layout.buffers], np.int64).reshape(-1, 2)
+        self.buffers[buffers_at:, 0] += self._length
+        self._extra = extra[layout.body_at :]
+        self._length += len(self._extra)
 
     @property
     def max_stored_length(self) -> int:
@@ -260,17 +336,19 @@ class _Batch:
         """[columns, 2]: offset in the file and stored length of each payload column's data buffer."""
         return self.buffers[self._template.scalar_buffers :][self._template.data] + (body_at, 0)
 
-    def write(self, out: Bytes, at: int, compression: str, scratch: Scratch) -> int:
+    def write(self, out: Bytes, at: int, codec: pa.Codec | None, scratch: Scratch) -> int:
         """Write the body at `at` and set `checksums`; the number of bytes."""
-        if compression == "none":
+        if codec is None:
             self._fill(out[at : at + self._length])
             return self._length
         body = scratch.raw(self._length)[: self._length]
         self._fill(body)
-        return self._compress(body, out[at:], pa.Codec(compression))
+        return self._compress(body, out[at:], codec)
 
     def _fill(self, body: Bytes) -> None:
         body[: len(self._scalar_body)] = np.frombuffer(self._scalar_body, np.uint8)
+        if self._extra is not None:
+            body[self._extra_at :] = np.frombuffer(self._extra, np.uint8)
         for offset, length in self.buffers[self.buffers[:, 1] % ALIGNMENT > 0].tolist():
             body[offset + length : offset + padded(length)] = 0  # recycled memory
         units = self._template.offset_units
@@ -353,7 +431,7 @@ def _store_layers(body: Bytes, starts: Ints, data: RowData, *, ordered: bool) ->
         place = np.ndarray((group, tokens, top_k), source.dtype, body, int(starts[at]), strides)
         copy_tiles(place, source[at : at + group])
         if ordered:
-            place.sort(axis=2)
+            sort_ids(place)
         for layer in place:
             digest.update(layer)
     return digest.intdigest()
