@@ -116,7 +116,7 @@ def _scan_partition(
         shard, numbers = pending[-1]
         try:
             for count, batch in _read_shard(lookup, shard, numbers, names, options):
-                numbers = numbers[count:]  # noqa: PLW2901 -- what is left of it
+                numbers = numbers[count:]
                 pending[-1] = (shard, numbers)
                 attempts = 0
                 yield batch

@@ -369,6 +369,30 @@ def test_the_index_cache_is_bounded_and_forgets_the_longest_unused(stored: Store
     IndexCache(limit_bytes=1).add(first)
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_items_are_worked_on_side_by_side_if_the_first_waits(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """A clock in which the first takes 10 ms, of which it computes 1 or 9."""
+    clocks = {"perf_counter": iter([0.0, 0.010]), "thread_time": iter([0.0, 0.001 if waits else 0.009])}
+    for name, clock in clocks.items():
+        monkeypatch.setattr(time, name, clock.__next__)
+    threads: dict[int, int] = {}
+    together = threading.Barrier(3)
+
+    def work(item: int) -> None:
+        threads[item] = threading.get_ident()
+        if waits and item:
+            together.wait(60)
+
+    Workers(3).each_that_waits(work, range(4))
+    assert threads[0] == threading.get_ident()
+    assert len(set(threads.values())) == (3 if waits else 1)
+    assert sorted(threads) == [0, 1, 2, 3]
+
+
+def test_no_item_is_worked_on() -> None:
+    Workers(3).each_that_waits(lambda item: pytest.fail(f"{item}"), [])
+
+
 @pytest.mark.parametrize("at_once", [None, 1, 3, 100])
 def test_each_item_is_worked_on_once(at_once: int | None) -> None:
     done: list[int] = []
