@@ -102,7 +102,7 @@ root, spool_dir = Path(sys.argv[1]), Path(sys.argv[2])
 class Engine:
     """Another process that runs `code` with `root` and `spool_dir`; it speaks line by line."""
 
-    def __init__(self, code: str, root: Path, spool_dir: Path) -> None:
+    def __init__(self, code: str, root: Path, spool_dir: Path, **how: Any) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", PRELUDE + code, str(root), str(spool_dir)],
             stdin=subprocess.PIPE,
@@ -110,7 +110,14 @@ class Engine:
             stderr=subprocess.PIPE,
             cwd=Path(__file__).parent.parent,
             text=True,
+            **how,
         )
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def line(self) -> str:
         """The next line it prints."""
