@@ -46,13 +46,13 @@ ROWS = (
 THIRD_PARTY = (
     {"numpy"},
     {"numpy", "xxhash"},
-    {"numpy", "xxhash", "pyarrow", "flatbuffers"},
+    {"numpy", "xxhash", "pyarrow"},
     {"numpy", "fsspec"},
     {"numpy", "xxhash", "pyarrow"},
 )
 # The engine process imports the module a tensor came from when it sees one; nothing else is imported in a function.
 LAZY_IMPORTS = {"capture"}
-HEAVY = ("pyarrow", "fsspec", "flatbuffers", "paddle", "torch")
+HEAVY = ("pyarrow", "fsspec", "paddle", "torch")
 
 PLACE = {unit: (row, column) for row, units in enumerate(ROWS) for column, unit in enumerate(units)}
 

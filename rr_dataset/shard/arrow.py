@@ -11,13 +11,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from flatbuffers.number_types import UOffsetTFlags
-from flatbuffers.table import Table
 
 MAGIC = b"ARROW1"
 TRAILER_BYTES = 10  # int32 length of the footer, then the magic
@@ -31,6 +29,8 @@ _BATCH_LENGTH, _BATCH_NODES, _BATCH_BUFFERS = 0, 1, 2  # RecordBatch: length, no
 _FOOTER_BATCHES, _FOOTER_METADATA = 3, 4  # Footer: version, schema, dictionaries, recordBatches, custom_metadata
 _KEY, _VALUE = 0, 1  # KeyValue: key, value
 _BLOCK = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("pad", "<i4"), ("body", "<i8")])
+
+_U16, _I32, _U32 = (struct.Struct(code).unpack_from for code in ("<H", "<i", "<I"))
 
 Ints = npt.NDArray[np.int64]
 
@@ -64,12 +64,12 @@ class BatchLayout:
     @classmethod
     def of(cls, message: bytes | memoryview) -> BatchLayout:
         """Read from a message with its 8-byte prefix, of a batch that is not empty."""
-        root = _root(message, _PREFIX_BYTES)
-        batch = Table(message, root.Indirect(root.Pos + _slot(root, _MESSAGE_HEADER)))
-        nodes, buffers = (_vector(batch, slot, 16) for slot in (_BATCH_NODES, _BATCH_BUFFERS))
+        root = _follow(message, _PREFIX_BYTES)
+        batch = _follow(message, _field(message, root, _MESSAGE_HEADER))
+        nodes, buffers = (_vector(message, batch, slot, 16) for slot in (_BATCH_NODES, _BATCH_BUFFERS))
         return cls(
-            length_at=batch.Pos + _slot(batch, _BATCH_LENGTH),
-            body_length_at=root.Pos + _slot(root, _MESSAGE_BODY_LENGTH),
+            length_at=_field(message, batch, _BATCH_LENGTH),
+            body_length_at=_field(message, root, _MESSAGE_BODY_LENGTH),
             nodes=nodes,
             buffers=buffers,
             body_at=_PREFIX_BYTES + struct.unpack_from("<i", message, 4)[0],
@@ -106,11 +106,11 @@ class FileTemplate:
             writer.write_batch(pa.record_batch([pa.nulls(1, field.type) for field in schema], schema=schema))
         file = sink.getvalue().to_pybytes()
         footer = file[-TRAILER_BYTES - footer_length(file) : -TRAILER_BYTES]
-        table = _root(footer, 0)
-        block = np.frombuffer(footer[_vector(table, _FOOTER_BATCHES, _BLOCK.itemsize)], _BLOCK)[0]
+        table = _follow(footer, 0)
+        block = np.frombuffer(footer[_vector(footer, table, _FOOTER_BATCHES, _BLOCK.itemsize)], _BLOCK)[0]
         start, length = int(block["offset"]), int(block["metadata"])
         message = file[start : start + length]
-        ats = [table.Pos + _slot(table, slot) for slot in (_FOOTER_BATCHES, _FOOTER_METADATA)]
+        ats = [_field(footer, table, slot) for slot in (_FOOTER_BATCHES, _FOOTER_METADATA)]
         return cls(file[:start], BatchLayout.of(message), message, footer, *ats)
 
     @property
@@ -168,39 +168,42 @@ def read_footer(footer: bytes) -> tuple[int, dict[bytes, bytes]]:
     Raises ValueError for bytes that are no footer.
     """
     try:
-        table = _root(footer, 0)
-        batches = _vector(table, _FOOTER_BATCHES, _BLOCK.itemsize)
-        entries = _vector(table, _FOOTER_METADATA, 4)
+        table = _follow(footer, 0)
+        batches = _vector(footer, table, _FOOTER_BATCHES, _BLOCK.itemsize)
+        entries = _vector(footer, table, _FOOTER_METADATA, 4)
         metadata = {}
         for at in range(entries.start, entries.stop, 4):
-            entry = Table(footer, table.Indirect(at))
-            key, value = (entry.String(entry.Pos + _slot(entry, slot)) for slot in (_KEY, _VALUE))
-            metadata[key] = value
-    except (struct.error, TypeError, IndexError, OverflowError) as error:
+            entry = _follow(footer, at)
+            metadata[footer[_vector(footer, entry, _KEY, 1)]] = footer[_vector(footer, entry, _VALUE, 1)]
+    except struct.error as error:
         raise ValueError(f"its footer is no Arrow footer ({error})") from error
     return _length(batches) // _BLOCK.itemsize, metadata
 
 
-def _root(buffer: Any, start: int) -> Table:
-    return Table(buffer, start + Table(buffer, start).Get(UOffsetTFlags, start))
+def _follow(buffer: bytes | memoryview, at: int) -> int:
+    """Where the offset at `at` points: to a table, a vector or a text behind it."""
+    offset: int = _U32(buffer, at)[0]
+    return at + offset
 
 
-def _slot(table: Table, slot: int) -> int:
-    """Position of a field from the start of its table."""
-    offset: int = table.Offset(4 + 2 * slot)
+def _field(buffer: bytes | memoryview, table: int, slot: int) -> int:
+    """Where a field of a table stands: by the table of offsets before it, which ends where the later fields are absent."""
+    offsets = table - _I32(buffer, table)[0]
+    at = 4 + 2 * slot
+    offset: int = _U16(buffer, offsets + at)[0] if offsets >= 0 and at < _U16(buffer, offsets)[0] else 0
     if not offset:
         raise ValueError(f"its flatbuffer lacks field {slot}")
-    return offset
+    return table + offset
 
 
-def _vector(table: Table, slot: int, itemsize: int) -> slice:
-    """Where the items of a vector stand."""
-    offset = _slot(table, slot)
-    start, count = table.Vector(offset), table.VectorLen(offset)
-    stop = start + count * itemsize
-    if stop > len(table.Bytes):
+def _vector(buffer: bytes | memoryview, table: int, slot: int, itemsize: int) -> slice:
+    """Where the items of a vector, or the bytes of a text, stand."""
+    at = _follow(buffer, _field(buffer, table, slot))
+    count = _U32(buffer, at)[0]
+    stop = at + 4 + count * itemsize
+    if stop > len(buffer):
         raise ValueError(f"its flatbuffer claims {count} items in field {slot}")
-    return slice(start, stop)
+    return slice(at + 4, stop)
 
 
 def _length(of: slice) -> int:
