@@ -15,7 +15,7 @@ import typer
 
 from rr_dataset.errors import RoutingDatasetError, RoutingDatasetWarning
 
-from . import datasets, demo, doctor, output, records, recover
+from . import datasets, demo, doctor, output, records, recover, verify
 
 app = typer.Typer(
     name="rr-dataset",
@@ -30,6 +30,7 @@ app.command()(datasets.ls)
 app.command()(records.get)
 app.command()(doctor.doctor)
 app.command()(recover.recover)
+app.command()(verify.verify)
 app.command()(demo.demo)
 
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from rr_dataset.doctor import Finding, doctor
     from rr_dataset.follow import PollCursor
     from rr_dataset.recovery import SpoolReport, recover
+    from rr_dataset.verify import Problem, VerifyReport, verify
     from rr_dataset.writer import FlushReport, Receipt, RoutingWriter
 
 _LAZY = {
@@ -59,6 +60,9 @@ _LAZY = {
     "Finding": "rr_dataset.doctor",
     "doctor": "rr_dataset.doctor",
     "open_dataset": "rr_dataset.dataset",
+    "Problem": "rr_dataset.verify",
+    "VerifyReport": "rr_dataset.verify",
+    "verify": "rr_dataset.verify",
     "SpoolReport": "rr_dataset.recovery",
     "recover": "rr_dataset.recovery",
     "FlushReport": "rr_dataset.writer",
@@ -83,6 +87,7 @@ __all__ = [
     "NotFoundError",
     "ObjectNotFoundError",
     "PollCursor",
+    "Problem",
     "ReadConflictError",
     "Receipt",
     "RecordDroppedError",
@@ -100,6 +105,7 @@ __all__ = [
     "SpoolReport",
     "SpoolUnavailableError",
     "StorageError",
+    "VerifyReport",
     "WaitTimeoutError",
     "WorkerError",
     "WriterClosedError",
@@ -110,6 +116,7 @@ __all__ = [
     "doctor",
     "open_dataset",
     "recover",
+    "verify",
 ]
 
 

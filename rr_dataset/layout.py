@@ -3,6 +3,7 @@
     ROOT/_rr/format.json                                        DatasetFormat
     ROOT/_rr/tombstones/<made ms, 12 hex>-<uuid, 32 hex>.json   tombstone_name
     ROOT/_rr/tmp/<writer>/                                      staging
+    ROOT/_rr/quarantine/<path>.<n>                              damaged files that `verify` moved, n from 0
     ROOT/data_id=<value>/[gen_id=<value>/]<shard>               partition_path, ShardName
 
     00-<tmin, 16 hex>-<tmax, 16 hex>-<rows>-<writer, 16 hex>-<slab sequence>.arrow     raw
@@ -28,6 +29,7 @@ from rr_dataset.record import RoutingSpec
 FORMAT_PATH = "_rr/format.json"
 TOMBSTONE_DIR = "_rr/tombstones"
 STAGING_DIR = "_rr/tmp"
+QUARANTINE_DIR = "_rr/quarantine"  # what `verify` took out of the way
 FORMAT_VERSION = 0  # frozen as 1 once deletion, compaction and S3 have used it
 KEEPS = ("all", "last_turn")
 MARGIN_S = 3600.0  # longer than any single create; a tombstone lives longer than this
