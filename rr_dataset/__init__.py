@@ -46,6 +46,7 @@ from rr_dataset.record import RecordHead, RoutingRecord, RoutingSpec
 
 if TYPE_CHECKING:
     from rr_dataset.dataset import DatasetInfo, RoutingDataset, create_dataset, open_dataset
+    from rr_dataset.delete import DeleteReport, delete, delete_prefix
     from rr_dataset.doctor import Finding, doctor
     from rr_dataset.follow import PollCursor
     from rr_dataset.recovery import SpoolReport, recover
@@ -57,6 +58,9 @@ _LAZY = {
     "PollCursor": "rr_dataset.follow",
     "RoutingDataset": "rr_dataset.dataset",
     "create_dataset": "rr_dataset.dataset",
+    "DeleteReport": "rr_dataset.delete",
+    "delete": "rr_dataset.delete",
+    "delete_prefix": "rr_dataset.delete",
     "Finding": "rr_dataset.doctor",
     "doctor": "rr_dataset.doctor",
     "open_dataset": "rr_dataset.dataset",
@@ -75,6 +79,7 @@ __all__ = [
     "CorruptSpoolError",
     "DatasetInfo",
     "DatasetNotFoundError",
+    "DeleteReport",
     "Finding",
     "FlushReport",
     "FlushTimeoutError",
@@ -113,6 +118,8 @@ __all__ = [
     "WriterForkedError",
     "WriterOptions",
     "create_dataset",
+    "delete",
+    "delete_prefix",
     "doctor",
     "open_dataset",
     "recover",

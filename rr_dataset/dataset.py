@@ -77,7 +77,8 @@ def create_dataset(
     """Create the dataset at `uri` unless it is there, and open it. Atomic and durable; of two creators one wins.
 
     keys: how request ids split; None is `KeyScheme.fastdeploy()`.
-    keep: "all" for now.
+    keep: "all", or "last_turn": of each conversation (all components but the turn), sample and run only the highest turn is
+        shown and kept, once it is put after the lower ones. Puts that were dropped leave no turn behind.
     ttl_s, max_bytes: what maintenance may delete: records older than `ttl_s` seconds, the oldest beyond `max_bytes`.
     max_clock_skew_s: seconds between the clocks of any two hosts that use it; None is 0 for a local path, else 1.
     tombstone_ttl_s: life of a delete mark in seconds. A spool that a crash left behind longer than that is set aside.
@@ -89,8 +90,6 @@ def create_dataset(
     """
     if not isinstance(spec, RoutingSpec):
         raise InvalidInputError(f"spec={spec!r}: expected a RoutingSpec")
-    if keep != "all":
-        raise InvalidInputError(f"keep={keep!r}: expected 'all'; 'last_turn' comes with a later version")
     storage = open_storage(uri, storage_options)
     if max_clock_skew_s is None:
         max_clock_skew_s = DEFAULT_SKEW_S if "://" in storage.uri and not storage.uri.startswith("file:") else 0.0

@@ -226,7 +226,7 @@ class KeyScheme:
                 raise InvalidRequestIdError(f"prefix {_shown(prefix)}: this id is in bucket {bucket}")
         return Prefix(tuple(values.get(name) for name in self.components), None if choice is None else int(choice))
 
-    def parse_glob(self, text: str) -> Glob:
+    def parse_glob(self, text: object) -> Glob:
         """A pattern by component, `math_*:2`: it splits like an id (also between brackets) and may end early, like a prefix.
 
         `a:*` covers `a:1` and `a:1:7` and leaves `a`. A trailing `#n` names one sample; without it, every sample is covered.

@@ -68,9 +68,7 @@ class TombstoneSet:
         self._keys = keys
         self._turn = turn
         self._by_id: dict[str, list[Tombstone]] = {}
-        self._by_conversation: dict[
-            tuple[object, ...], list[tuple[Tombstone, int]]
-        ] = {}  # with the turn that an id names
+        self._by_conversation: dict[tuple[object, ...], list[tuple[Tombstone, int]]] = {}  # the turn is that of an id
         self._ids_under: dict[_Path, list[Tombstone]] = {}
         self._patterns_under: dict[_Path, list[_Pattern]] = {}
         for tombstone in tombstones:
@@ -93,23 +91,10 @@ class TombstoneSet:
             for path in {key.components[:depth] for key in parsed}:
                 self._ids_under.setdefault(path, []).append(tombstone)
             return
-        pattern = self._pattern(tombstone)
+        pattern = _Pattern(tombstone, *read_pattern(self._keys, tombstone.kind, text, self._turn))
         pinned = pattern.components.pinned[:depth]
         known = pinned[: pinned.index(None)] if None in pinned else pinned
         self._patterns_under.setdefault(known, []).append(pattern)
-
-    def _pattern(self, tombstone: Tombstone) -> _Pattern:
-        components = parse_pattern(self._keys, tombstone.kind, tombstone.text)
-        turn = self._turn
-        if turn is None or components.components[turn] in (None, "*"):
-            return _Pattern(tombstone, components, None)
-        number = components.pinned[turn]
-        if number is None:
-            raise InvalidInputError(
-                f"glob {tombstone.text!r}: with keep='last_turn' name one {self._keys.components[turn]}, or take *"
-            )
-        others = (*components.components[:turn], None, *components.components[turn + 1 :])
-        return _Pattern(tombstone, replace(components, components=others), int(number))
 
     def _conversation(self, components: tuple[str | None, ...], choice: int | None) -> tuple[object, ...]:
         turn = self._turn or 0
@@ -165,13 +150,27 @@ class TombstoneSet:
         return tuple(sorted(found))
 
 
-def parse_pattern(keys: KeyScheme, kind: str, text: Text) -> Prefix | Glob:
-    """What a tombstone of any kind but "ids" matches by component. Raises InvalidRequestIdError."""
+def read_pattern(keys: KeyScheme, kind: str, text: Text, turn: int | None) -> tuple[Prefix | Glob, int | None]:
+    """What a tombstone of any kind but "ids" matches by component, and up to which turn, if it names one.
+
+    turn: `DatasetFormat.last_turn`. Raises InvalidInputError.
+    """
+    pattern: Prefix | Glob
     if kind == "all":
-        return Prefix((None,) * len(keys.components))
-    if isinstance(text, tuple) or (kind == "glob" and not isinstance(text, str)):
-        raise InvalidInputError(f"{kind} {text!r}: expected a text")
-    return keys.parse_glob(text) if kind == "glob" and isinstance(text, str) else keys.parse_prefix(text)
+        pattern = Prefix((None,) * len(keys.components))
+    elif kind == "glob":
+        pattern = keys.parse_glob(text)
+    elif isinstance(text, tuple):
+        raise InvalidInputError(f"{kind} {text!r}: expected a text or an object")
+    else:
+        pattern = keys.parse_prefix(text)
+    if turn is None or pattern.components[turn] in (None, "*"):
+        return pattern, None
+    number = pattern.pinned[turn]
+    if number is None:
+        raise InvalidInputError(f"glob {text!r}: with keep='last_turn' name one {keys.components[turn]}, or take *")
+    others = (*pattern.components[:turn], None, *pattern.components[turn + 1 :])
+    return replace(pattern, components=others), int(number)
 
 
 @dataclass
@@ -185,13 +184,19 @@ class TombstoneCache:
     turn: int | None = None  # `DatasetFormat.last_turn`
     _held: tuple[dict[str, tuple[Tombstone, ...]], TombstoneSet] | None = field(default=None, repr=False)
 
+    @property
+    def files(self) -> Mapping[str, tuple[Tombstone, ...]]:
+        """What the files of the last update hold, by name."""
+        return self._held[0] if self._held else {}
+
     def update(self, storage: Storage, names: Iterable[str]) -> TombstoneSet:
         """The tombstones of these files, and of no others."""
         files, tombstones = self._held or ({}, TombstoneSet(self.keys, (), self.turn))
         wanted = frozenset(names)
         if wanted != files.keys():
             files = {name: files[name] if name in files else _read(storage, name) for name in wanted}
-            tombstones = TombstoneSet(self.keys, (each for file in files.values() for each in file), self.turn)
+            by_uuid = {each.uuid: each for file in files.values() for each in file}  # folding makes doubles for a while
+            tombstones = TombstoneSet(self.keys, by_uuid.values(), self.turn)
         self._held = files, tombstones
         return tombstones
 

@@ -9,9 +9,14 @@ from rr_dataset.layout import parse_partition, partition_path
 from rr_dataset.storage import Storage
 
 
-def partition_paths(storage: Storage, keys: KeyScheme, pattern: Prefix | Glob) -> Iterator[str]:
-    """The directories that may hold a match, sorted; a level with one value is not listed, so it may not be there."""
-    names = keys.components[: keys.partition_by]
+def partition_paths(
+    storage: Storage, keys: KeyScheme, pattern: Prefix | Glob, depth: int | None = None
+) -> Iterator[str]:
+    """The directories that may hold a match, sorted; a level with one value is not listed, so it may not be there.
+
+    depth: stop at this level of the path instead of the last.
+    """
+    names = keys.components[: keys.partition_by if depth is None else depth]
 
     def walk(path: str, level: int) -> Iterator[str]:
         if level == len(names):

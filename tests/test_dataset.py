@@ -69,7 +69,12 @@ def test_creating_with_other_settings_is_an_error(stored: Stored, other: dict[st
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
-    [({"keep": "last_turn"}, "later version"), ({"spec": "qwen"}, "a RoutingSpec"), ({"grace_s": 0}, "grace_s")],
+    [
+        ({"keep": "last"}, "one of all, last_turn"),
+        ({"keep": "last_turn", "keys": rr.KeyScheme.by_step()}, "has no turn"),
+        ({"spec": "qwen"}, "a RoutingSpec"),
+        ({"grace_s": 0}, "grace_s"),
+    ],
 )
 def test_wrong_settings_write_nothing(tmp_path: Path, wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(rr.InvalidInputError, match=says):

@@ -1,0 +1,374 @@
+"""Deleting from outside a writer, and removing what tombstones cover.
+
+1. Stamp the clock: the delete covers every put that was submitted before the call, wherever its row is by now.
+2. Create one tombstone file for all that is asked for, durable. From here on readers and workers leave those rows out.
+3. Partition by partition: list, unlink by name the shards of which every row is covered (the name alone tells it where whole
+   partitions of every run are deleted, else the index does), then remove the directory and its parents while they are
+   empty. Never recursively: a newer put may have arrived.
+4. Return once no clock can stamp a put that the tombstone covers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from rr_dataset.clock import COUNTER_MAX, millis, pack, wall_ms
+from rr_dataset.description import read_format
+from rr_dataset.errors import (
+    CorruptShardError,
+    InvalidInputError,
+    ObjectNotFoundError,
+    RoutingDatasetWarning,
+)
+from rr_dataset.keys import KeyScheme
+from rr_dataset.layout import DatasetFormat, ShardName, parse_partition, parse_shard_name, partition_path
+from rr_dataset.record import Row
+from rr_dataset.shard import read_index
+from rr_dataset.storage import Entry, Storage, open_storage
+from rr_dataset.tombstones import (
+    Text,
+    Tombstone,
+    TombstoneCache,
+    TombstoneSet,
+    read_pattern,
+    relist_tombstones,
+    write_tombstones,
+)
+from rr_dataset.walk import partition_paths
+
+DELETE_THREADS = 4  # a store's requests overlap; on a local disk so do the waits for its metadata
+PARTITIONS_AT_ONCE = 64  # handed to the threads together
+
+_PAUSE_S = 0.001
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to delete, checked against a key scheme. `Target.of` makes one."""
+
+    marks: tuple[tuple[str, Text], ...]  # kind and text of each tombstone
+    run: str | None
+    older_than_s: float | None
+
+    @classmethod
+    def of(
+        cls,
+        fmt: DatasetFormat,
+        prefixes: Iterable[str | Mapping[str, str | int]] = (),
+        ids: Iterable[str] = (),
+        glob: str | None = None,
+        older_than_s: float | None = None,
+        run: str | None = None,
+        *,
+        everything: bool = False,
+    ) -> Target:
+        """As the arguments of `delete`. Raises InvalidRequestIdError, or InvalidInputError when nothing is asked for."""
+        for name, value in (("prefixes", prefixes), ("ids", ids)):
+            if isinstance(value, (str, bytes, Mapping)):
+                raise InvalidInputError(f"{name}={value!r}: expected several, for example [{value!r}]")
+        marks: list[tuple[str, Text]] = [("prefix", _plain(fmt.keys, prefix)) for prefix in prefixes]
+        wanted = tuple(dict.fromkeys(ids))
+        for request_id in wanted:
+            fmt.keys.parse(request_id)
+        if wanted:
+            marks.append(("ids", wanted))
+        if glob is not None:
+            read_pattern(fmt.keys, "glob", glob, fmt.last_turn)
+            marks.append(("glob", glob))
+        if run == "":
+            raise InvalidInputError("run='': expected the id of a run")
+        if older_than_s is not None and not (0 <= older_than_s < math.inf):
+            raise InvalidInputError(f"older_than_s={older_than_s!r}: expected zero or more seconds")
+        limited = run is not None or older_than_s is not None
+        if everything or (limited and not marks):
+            marks = [("all", "")]
+        if not marks:
+            raise InvalidInputError(
+                "nothing to delete: give prefixes, ids, a glob, a run or an age, or everything=True for all of it"
+            )
+        return cls(tuple(marks), run, older_than_s)
+
+    def tombstones(self, now_ms: int, skew_ms: int) -> list[Tombstone]:
+        """Tombstones made at `now_ms`: over all that is submitted by then on any clock, or is older than asked for."""
+        until_ms = (
+            now_ms + skew_ms if self.older_than_s is None else max(now_ms - math.ceil(self.older_than_s * 1000), 0)
+        )
+        t_del = pack(until_ms, COUNTER_MAX)
+        return [Tombstone(uuid.uuid4().hex, kind, text, self.run, t_del, now_ms) for kind, text in self.marks]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A shard in a listing, as far as a delete needs to know it."""
+
+    name: ShardName
+    size: int
+    rows: Sequence[Row] | None = None  # of its index, where the name is not enough
+    runs: Sequence[str] = ()  # its runs, where the name is enough and somebody wants to know them
+
+
+@dataclass(frozen=True)
+class PartitionPlan:
+    """What a delete does to one directory. All of it is JSON."""
+
+    path: str
+    remove: tuple[str, ...]  # names of the files that go
+    bytes: int  # of these files
+    records: int  # puts and drops deleted: those that the names of these files tell of, and `hidden`
+    hidden: int  # of these, how many lie in files that hold others too; compaction removes them
+    runs: Mapping[str, int]  # time of the newest put deleted (Unix ms) by run, as far as it was looked up
+
+
+@dataclass(frozen=True)
+class DeleteReport:
+    """What a delete did, or would do."""
+
+    partitions: int = 0  # directories in which something is deleted
+    files: int = 0  # removed
+    bytes: int = 0  # of these files
+    records: int = 0  # puts and drops deleted, by the names of these files, and `hidden`
+    hidden: int = 0  # of these, how many lie in files that hold others too; compaction removes them
+
+    def with_plan(self, task: PartitionPlan) -> DeleteReport:
+        """The sum."""
+        return DeleteReport(
+            self.partitions + bool(task.remove or task.hidden),
+            self.files + len(task.remove),
+            self.bytes + task.bytes,
+            self.records + task.records,
+            self.hidden + task.hidden,
+        )
+
+
+def plan(path: str, shards: Sequence[Found], marks: TombstoneSet, earlier: TombstoneSet) -> PartitionPlan:
+    """What `marks` delete in a partition. Pure; to carry it out late is safe, since no file's name is ever used again.
+
+    earlier: the tombstones there were before. What they cover is not counted as deleted once more, but a file goes when all
+    its rows are covered by the ones or the others.
+    """
+    pairs = parse_partition(path) or ()
+    remove: list[str] = []
+    size = records = hidden = 0
+    runs: dict[str, int] = {}
+    for shard in shards:
+        if marks.covers_shard(shard.name, pairs):
+            gone, count = True, shard.name.rows
+            newest = [(run, shard.name.tmax) for run in shard.runs]
+        elif shard.rows is not None:
+            fresh = [row for row in shard.rows if marks.covers(row) and not earlier.covers(row)]
+            gone, count = all(marks.covers(row) or earlier.covers(row) for row in shard.rows), len(fresh)
+            newest = [(row.run_id, row.t_submit) for row in fresh]
+        else:
+            continue
+        records += count
+        if gone:
+            remove.append(shard.name.text)
+            size += shard.size
+        else:
+            hidden += count
+        for run, stamp in newest:
+            runs[run] = max(runs.get(run, 0), millis(stamp))
+    return PartitionPlan(path, tuple(remove), size, records, hidden, runs)
+
+
+def execute(storage: Storage, task: PartitionPlan) -> None:
+    """Unlink by name, then remove the directory and its parents while they are empty. Idempotent; shares no state."""
+    storage.delete(f"{task.path}/{name}" for name in task.remove)
+    storage.remove_empty_dirs(task.path)
+
+
+class _Survey:
+    """Looks at the partitions that some tombstones reach, and plans what they delete there."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        fmt: DatasetFormat,
+        tombstones: Sequence[Tombstone],
+        earlier: TombstoneSet,
+        *,
+        runs: bool,
+    ) -> None:
+        self._storage, self._format, self._tombstones, self._earlier = storage, fmt, tombstones, earlier
+        self._marks = TombstoneSet(fmt.keys, tombstones, fmt.last_turn)
+        self._run_of: dict[str, Sequence[str]] | None = {} if runs else None  # by writer
+        self._skew_ms = _skew_ms(fmt)
+
+    def directories(self, depth: int) -> Iterator[str]:
+        """The directories at one level of the path that may hold something, each once."""
+        keys = self._format.keys
+        seen: set[str] = set()
+        for tombstone in self._tombstones:
+            if isinstance(tombstone.text, tuple):
+                pairs = (keys.partition(keys.parse(each).components)[:depth] for each in tombstone.text)
+                found: Iterator[str] = map(partition_path, pairs)
+            else:
+                pattern, _ = read_pattern(keys, tombstone.kind, tombstone.text, None)
+                found = partition_paths(self._storage, keys, pattern, depth)
+            for path in found:
+                if path not in seen:
+                    seen.add(path)
+                    yield path
+
+    def plan(self, path: str) -> PartitionPlan:
+        """One listing, and the indexes that are needed; of files that are damaged nothing but the name counts."""
+        pairs = parse_partition(path) or ()
+        listed = [(entry, name) for entry in self._storage.list(path) if (name := parse_shard_name(entry.name))]
+        now_ms = wall_ms()
+        shards = []
+        for entry, name in listed:
+            if millis(name.tmax) > now_ms + self._skew_ms:
+                warnings.warn(
+                    f"{self._storage.uri}: {path}/{entry.name} was put by a clock that is ahead of this host's by more than "
+                    "max_clock_skew_s, and may outlive this delete: check the clocks, then delete again",
+                    RoutingDatasetWarning,
+                    stacklevel=2,
+                )
+            if self._marks.applied(pairs, name.tmin):
+                shards.append(self._found(path, entry, name, whole=self._marks.covers_shard(name, pairs)))
+        return plan(path, shards, self._marks, self._earlier)
+
+    def _found(self, path: str, entry: Entry, name: ShardName, *, whole: bool) -> Found:
+        if not whole:
+            return Found(name, entry.size, rows=self._rows(f"{path}/{entry.name}"))
+        if self._run_of is None:
+            return Found(name, entry.size)
+        known = self._run_of.get(name.writer or "")
+        if known is None:
+            known = sorted({row.run_id for row in self._rows(f"{path}/{entry.name}") or ()})
+            if name.writer is not None:  # one writer is of one run
+                self._run_of[name.writer] = known
+        return Found(name, entry.size, runs=known)
+
+    def _rows(self, path: str) -> Sequence[Row] | None:
+        try:
+            with self._storage.open(path) as source:
+                return read_index(source).rows
+        except ObjectNotFoundError:
+            return None
+        except CorruptShardError as error:
+            warnings.warn(
+                f"{self._storage.uri}: {path} is damaged and stays: {error}", RoutingDatasetWarning, stacklevel=2
+            )
+            return None
+
+
+def remove_covered(
+    storage: Storage, fmt: DatasetFormat, tombstones: Sequence[Tombstone], earlier: TombstoneSet
+) -> DeleteReport:
+    """Step 3, for tombstones that are durable. Idempotent; others may do the same meanwhile.
+
+    earlier: the tombstones there were before, as for `plan`.
+    """
+    survey = _Survey(storage, fmt, tombstones, earlier, runs=False)
+
+    def one(path: str) -> PartitionPlan:
+        task = survey.plan(path)
+        execute(storage, task)
+        return task
+
+    report = DeleteReport()
+    for task in _in_threads(one, survey.directories(fmt.keys.partition_by)):
+        report = report.with_plan(task)
+    for depth in range(fmt.keys.partition_by - 1, 0, -1):  # emptied by who died before the parents' turn
+        for path in survey.directories(depth):
+            storage.remove_empty_dirs(path)
+    return report
+
+
+def _in_threads(work: Callable[[str], PartitionPlan], paths: Iterator[str]) -> Iterator[PartitionPlan]:
+    with ThreadPoolExecutor(DELETE_THREADS, "rr-delete") as pool:
+        while batch := list(islice(paths, PARTITIONS_AT_ONCE)):
+            yield from pool.map(work, batch)
+
+
+def delete(
+    uri: str | os.PathLike[str],
+    prefixes: Iterable[str | Mapping[str, str | int]] = (),
+    ids: Iterable[str] = (),
+    glob: str | None = None,
+    older_than_s: float | None = None,
+    run: str | None = None,
+    everything: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> DeleteReport:
+    """Delete the records that any of `prefixes`, `ids` and `glob` matches, put before this call by whomever.
+
+    prefixes: by component, "math:17" or {"data_id": "math:17"}: `a:1` leaves `a:10`.
+    ids: request ids.
+    glob: shell patterns by component, "math_*:2": see `KeyScheme.parse_glob`.
+    older_than_s, run: only what was put at least so many seconds ago, only what writers of this run put; without prefixes,
+        ids and glob: all of that.
+    everything: all records, whatever else is given but age and run.
+
+    It covers puts that are still in a writer's spool, and none submitted after it returned, on hosts whose clocks are within
+    `max_clock_skew_s`, for which it waits, once however much is asked for. A put beside it may land on either side. What is
+    deleted is hidden from readers at once; whole directories and files whose rows are all deleted are removed before it
+    returns, the rest by compaction. Deleting what is not there is no error, and a second delete does no harm; after an
+    error some is deleted: do it again.
+
+    Raises DatasetNotFoundError, InvalidRequestIdError, InvalidInputError when nothing is asked for, StorageError.
+    """
+    storage = open_storage(uri, storage_options)
+    fmt = read_format(storage)
+    target = Target.of(fmt, prefixes, ids, glob, older_than_s, run, everything=everything)
+    earlier = relist_tombstones(storage, TombstoneCache(fmt.keys, fmt.last_turn))
+    now_ms, skew_ms = wall_ms(), _skew_ms(fmt)
+    tombstones = target.tombstones(now_ms, skew_ms)
+    write_tombstones(storage, tombstones, now_ms)
+    report = remove_covered(storage, fmt, tombstones, earlier)
+    last_ms = max(millis(tombstone.t_del) for tombstone in tombstones) + skew_ms
+    while (left_ms := last_ms - wall_ms()) >= 0:
+        time.sleep(max(left_ms / 1000, _PAUSE_S))
+    return report
+
+
+def delete_prefix(
+    uri: str | os.PathLike[str],
+    prefix: str | Mapping[str, str | int],
+    storage_options: Mapping[str, Any] | None = None,
+) -> DeleteReport:
+    """`delete` of one prefix."""
+    return delete(uri, prefixes=[prefix], storage_options=storage_options)
+
+
+def plan_delete(
+    uri: str | os.PathLike[str],
+    prefixes: Iterable[str | Mapping[str, str | int]] = (),
+    ids: Iterable[str] = (),
+    glob: str | None = None,
+    older_than_s: float | None = None,
+    run: str | None = None,
+    everything: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Iterator[PartitionPlan]:
+    """What `delete` with the same arguments would do now, directory by directory. Changes nothing; raises as `delete`.
+
+    The runs come with it: for whole directories those of one file of each writer.
+    """
+    storage = open_storage(uri, storage_options)
+    fmt = read_format(storage)
+    target = Target.of(fmt, prefixes, ids, glob, older_than_s, run, everything=everything)
+    earlier = relist_tombstones(storage, TombstoneCache(fmt.keys, fmt.last_turn))
+    survey = _Survey(storage, fmt, target.tombstones(wall_ms(), _skew_ms(fmt)), earlier, runs=True)
+    plans = map(survey.plan, survey.directories(fmt.keys.partition_by))
+    return (task for task in plans if task.remove or task.hidden)
+
+
+def _skew_ms(fmt: DatasetFormat) -> int:
+    return math.ceil(fmt.max_clock_skew_s * 1000)
+
+
+def _plain(keys: KeyScheme, prefix: str | Mapping[str, str | int]) -> str | Mapping[str, str | int]:
+    """The prefix in texts that JSON holds. Raises InvalidRequestIdError."""
+    keys.parse_prefix(prefix)
+    return prefix if isinstance(prefix, str) else {name: str(value) for name, value in prefix.items()}
