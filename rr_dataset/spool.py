@@ -45,7 +45,7 @@ from rr_dataset.slab import (
     entry_bytes,
 )
 
-CONTROL_BYTES = 1 << 20  # a slab for drop rows only, about 4,000 of them
+CONTROL_BYTES = 1 << 20  # a slab for drop rows and deletes only, about 4,000 of them
 CONTROL_SLABS = 2  # come on top of spool_bytes
 SHM = Path("/dev/shm")  # noqa: S108 - not a predictable file: each spool is a folder of its own, mode 0700
 SHM_SHARE = 8  # all spools of a host together take at most an eighth of it
@@ -273,6 +273,9 @@ class Spool:
         return Slab(self.directory / f"{self._last_file:06d}.slab", capacity)
 
     def _close(self, slab: Slab) -> None:
+        control = self._active.get(True)
+        if control not in (None, slab) and control.batch.opened_s and self._take(0, control=True):
+            self._close(control)  # its deletes come first, as long as that leaves room for more
         slab.closing = True
         self._active = {control: active for control, active in self._active.items() if active is not slab}
         self._seal_if_whole(slab)
@@ -295,14 +298,20 @@ def choose_base(spool_dir: str | None, spool_bytes: int) -> Path:
 
     Raises SpoolUnavailableError, naming what was tried, when none has room for `spool_bytes`.
     """
+    need = spool_bytes + CONTROL_SLABS * CONTROL_BYTES
     tried: list[str] = []
-    for base in [Path(spool_dir)] if spool_dir else [SHM, Path(tempfile.gettempdir())]:
-        problem = _problem(base, spool_bytes + CONTROL_SLABS * CONTROL_BYTES, shared=not spool_dir and base == SHM)
+    for base in [Path(spool_dir)] if spool_dir else [SHM, None]:
+        try:
+            place = Path(tempfile.gettempdir()) if base is None else base
+        except FileNotFoundError as error:  # it looks for one that can be written
+            tried.append(str(error.strerror))
+            continue
+        problem = _problem(place, need, shared=not spool_dir and place == SHM)
         if problem is None:
             if tried:
-                _log.warning("the spool goes to %s, where puts may be slower: %s", base, "; ".join(tried))
-            return base
-        tried.append(f"{base}: {problem}")
+                _log.warning("the spool goes to %s, where puts may be slower: %s", place, "; ".join(tried))
+            return place
+        tried.append(f"{place}: {problem}")
     raise SpoolUnavailableError(
         f"no room for a spool of {spool_bytes} bytes ({'; '.join(tried)}); give spool_dir= or a smaller spool_bytes="
     )

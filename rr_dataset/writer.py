@@ -19,8 +19,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from rr_dataset.errors import (
     RecordDroppedError,
     RoutingDatasetError,
@@ -33,7 +31,7 @@ from rr_dataset.intake import Intake, take_in
 from rr_dataset.layout import DatasetFormat, row_ref
 from rr_dataset.options import WriterOptions
 from rr_dataset.record import Range, RoutingSpec, Span
-from rr_dataset.slab import DROP, PUT, TOKENS_FIRST, Batch
+from rr_dataset.slab import DELETE, DROP, PUT, TOKENS_FIRST, Batch
 from rr_dataset.spool import Spool, choose_base
 from rr_dataset.supervisor import Supervisor
 
@@ -75,12 +73,12 @@ class WriterStats:
 
 
 class Receipt:
-    """Says what became of one put. `ref` is a short text, `<record id>:<request id>`, that `RoutingDataset.resolve` takes."""
+    """Says what became of one put or delete. `ref` is a short text that names the put: `<record id>:<request id>`."""
 
     __slots__ = ("_outcome", "_supervisor", "ref")
 
     def __init__(self, supervisor: Supervisor, outcome: Batch | str, ref: str) -> None:
-        self.ref = ref  # for RoutingDataset.resolve: names this very put; "" if it was dropped and left no row
+        self.ref = ref  # for RoutingDataset.resolve: names this very put; "" of a delete, and if no row was left
         self._supervisor = supervisor
         self._outcome = outcome  # the batch it is in, or why it was dropped
 
@@ -292,6 +290,38 @@ class RoutingWriter:
     def _ref(self, t_submit: int, intake: Intake) -> str:
         return row_ref(f"{t_submit:016x}-{self.writer_id}", intake.request_id.decode())
 
+    # ---- deletes
+
+    def delete_prefix(self, prefix: str | Mapping[str, str | int]) -> Receipt:
+        """Delete what was put under a prefix before this call, and nothing that this writer puts later.
+
+        prefix: by component, "math:17" or {"data_id": "math:17"}: `a:1` leaves `a:10`.
+
+        Returns at once; others see it when it is published, at the latest after `flush`. Puts of other writers die as well,
+        ordered by their clocks, within `max_clock_skew_s` either way: `rr_dataset.delete` is exact there, and waits.
+        Raises InvalidRequestIdError, WriterClosedError, WriterForkedError, and SpoolFullError, whatever `on_full` says, when
+        there is no room: a delete is never dropped.
+        """
+        self._check_usable()
+        self.dataset.keys.parse_prefix(prefix)
+        text = prefix if isinstance(prefix, str) else {name: str(value) for name, value in prefix.items()}
+        return self._delete("prefix", text, None)
+
+    def clear_run(self) -> Receipt:
+        """Delete all that any writer of this run (`run_id`) has put before this call; otherwise as `delete_prefix`."""
+        self._check_usable()
+        return self._delete("all", "", self.options.run_id)
+
+    def _delete(self, kind: str, text: str | Mapping[str, str], run: str | None) -> Receipt:
+        meta = json.dumps({"kind": kind, "text": text, "run": run}).encode()
+        reservation = self._spool.reserve(DELETE, 0, b"", meta, tokens=0, payload_bytes=0)
+        if reservation is None:
+            raise SpoolFullError(
+                f"no room for a delete of {text or run!r} in {self._spool.directory}{self._supervisor.because()}; flush "
+                "before you delete more, or call rr_dataset.delete with many prefixes at once"
+            )
+        return Receipt(self._supervisor, self._spool.commit(reservation), "")
+
     # ---- flush and close
 
     def flush(self, timeout_s: float = 30.0) -> FlushReport:
@@ -336,7 +366,7 @@ class RoutingWriter:
     def stats(self) -> WriterStats:
         """Counters and latencies; cheap enough for a scrape every second."""
         self._check_usable()
-        latencies = np.array(self._latencies or [0.0])
+        latencies = sorted(self._latencies) or [0.0]  # np.quantile would import numpy.ma at its first call
         opened = [batch.opened_s for batch in self._spool.batches()]
         error = self._supervisor.last_error
         used_bytes = self._spool.used_bytes()
@@ -354,8 +384,8 @@ class RoutingWriter:
                 spool_bytes=self.options.spool_bytes,
                 spool_used_bytes=used_bytes,
                 oldest_age_s=time.monotonic() - min(opened) if opened else 0.0,
-                put_p50_s=float(np.quantile(latencies, 0.5)),
-                put_p99_s=float(np.quantile(latencies, 0.99)),
+                put_p50_s=latencies[len(latencies) // 2],
+                put_p99_s=latencies[len(latencies) * 99 // 100],
                 worker_pid=self._supervisor.worker_pid,
                 worker_restarts=self._supervisor.restarts,
                 last_error=None if error is None else str(error),

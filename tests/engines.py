@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -100,11 +100,14 @@ root, spool_dir = Path(sys.argv[1]), Path(sys.argv[2])
 
 
 class Engine:
-    """Another process that runs `code` with `root` and `spool_dir`; it speaks line by line."""
+    """Another process that runs `code` with `root` and `spool_dir`; it speaks line by line.
 
-    def __init__(self, code: str, root: Path, spool_dir: Path, **how: Any) -> None:
+    prefix: a command that runs it. how: more arguments of Popen.
+    """
+
+    def __init__(self, code: str, root: Path, spool_dir: Path, *, prefix: Sequence[str] = (), **how: Any) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PRELUDE + code, str(root), str(spool_dir)],
+            [*prefix, sys.executable, "-c", PRELUDE + code, str(root), str(spool_dir)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

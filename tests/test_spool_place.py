@@ -106,3 +106,18 @@ def test_a_place_of_ones_own_is_taken_or_refused_never_replaced(places: SimpleNa
     assert choose_base(str(places.shm), POOL) == places.shm, "the eighth is for what nobody asked for"
     with pytest.raises(SpoolUnavailableError, match=r"nowhere: No such file.*give spool_dir="):
         choose_base(str(places.tmp / "nowhere"), POOL)
+
+
+def test_without_a_temporary_folder_shared_memory_is_still_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_folder() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.gettempdir", no_folder)
+    monkeypatch.setattr(spool_module, "SHM", tmp_path)
+    monkeypatch.setattr(spool_module, "SHM_SHARE", 1)
+    assert choose_base(None, POOL) == tmp_path
+    monkeypatch.setattr(spool_module, "SHM", tmp_path / "nowhere")
+    with pytest.raises(SpoolUnavailableError, match=r"No such file or directory; No usable temporary directory found"):
+        choose_base(None, POOL)
