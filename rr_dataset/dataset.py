@@ -229,8 +229,9 @@ class RoutingDataset:
             ranges) per id.
         on_missing: "raise", or "none": None for an id without a record.
 
-        Each partition is listed once, so ids that share their first components are cheap together. Small records share
-        blocks of memory: to keep a few of many for long, copy them.
+        Each partition is listed once, so ids that share their first components are cheap together. In memory are the records
+        of the call, small ones in shared blocks of up to 32 MB (to keep a few of many for long, copy them), besides a cache
+        of indexes of 256 MB: ask in groups to go through more than memory holds.
         Raises as `get`; the error names up to ten ids and says how many there are. A dropped id always raises.
         """
         asked = id_list(ids)

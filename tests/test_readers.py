@@ -102,6 +102,19 @@ def test_two_levels_with_an_absent_second(tmp_path: Path) -> None:
     assert stored.dataset.to_pyarrow("a:1", prune=False).count_rows() == 2
 
 
+def test_all_readers_show_the_last_turn_only(tmp_path: Path) -> None:
+    stored = Stored(tmp_path / "ds", keep="last_turn")
+    stored.put("a:1:0")
+    _, cursor = stored.dataset.poll()
+    rows = [stored.put("a:1:1"), stored.put("a:2:0")]
+    ids = [data.row.request_id for data in rows]
+    reads = read_all(stored.dataset, ids, [row_ref(data.row.record_id, data.row.request_id) for data in rows])
+    assert reads["ids"] == reads["poll"] == ids
+    assert [name for name, _ in reads["scan"]] == [name for name, _ in reads["to_pyarrow"]] == ids
+    assert [name for name, _ in reads["to_pyarrow names"]] == ids
+    assert [head.request_id for head in stored.dataset.poll(cursor)[0]] == ids
+
+
 def test_threads_share_a_dataset_in_every_reader(filled: Filled) -> None:
     ds, expected = filled.open(), filled.expected()
     names = list(READERS) * 8
