@@ -7,7 +7,9 @@
 3. Create if absent, then sync every directory and its ancestors, once for the slab.
 4. List tombstones again: shards whose rows are all covered by now are removed.
 
-A shard's name speaks of all rows that the slab holds for the partition, so every attempt writes the same name.
+A shard's name speaks of all rows that the slab holds for the partition, so every attempt writes the same name. Where only
+the last turn is kept, turns that a later one in the slab leaves behind are never written: what covers the later one
+covers them.
 """
 
 from __future__ import annotations
@@ -15,21 +17,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rr_dataset.clock import millis, wall_ms
-from rr_dataset.errors import ObjectNotFoundError
 from rr_dataset.layout import MARGIN_S, DatasetFormat, ShardName, partition_path
+from rr_dataset.live import Turns
 from rr_dataset.record import RowData
 from rr_dataset.shard import Scratch, build_shard
 from rr_dataset.storage import Storage
-from rr_dataset.tombstones import Pairs, TombstoneCache, TombstoneSet, list_tombstones
+from rr_dataset.tombstones import Pairs, TombstoneCache, TombstoneSet, relist_tombstones
 
 PUBLISH_THREADS = 5  # for the pool: while one builds, the others wait for their fsync
 LARGE_SHARD_BYTES = 16 << 20  # larger ones are built one at a time, so that the threads' scratch memory stays small
 
-_MAX_LISTINGS = 8
 _SMALL = threading.local()
 _LARGE = Scratch()
 _LARGE_LOCK = threading.Lock()
@@ -48,7 +49,7 @@ class PublishReport:
 
 @dataclass(frozen=True)
 class _Part:
-    """The rows of a slab that belong into one directory."""
+    """The rows of a slab that belong into one directory, without the turns that later ones of the slab leave behind."""
 
     pairs: Pairs
     name: ShardName
@@ -90,7 +91,7 @@ def publish_slab(
     if not parts:
         return PublishReport(0, 0, 0, set_aside=False)
     last_ms = last_publish_ms(fmt, min(part.name.tmin for part in parts))
-    tombstones = _list_tombstones(storage, cache)
+    tombstones = relist_tombstones(storage, cache)
     _remove(storage, [part for part in parts if not part.live(tombstones)])
 
     def create(part: _Part) -> tuple[_Part, int, int] | None:
@@ -109,7 +110,7 @@ def publish_slab(
     wait(futures)  # all of them, also when one fails: they read the slab
     created = [result for future in futures if (result := future.result()) is not None]
     storage.sync_dirs(part.directory for part, _, _ in created)
-    later = _list_tombstones(storage, cache)
+    later = relist_tombstones(storage, cache)
     _remove(storage, [part for part, _, _ in created if not part.live(later)])
     return PublishReport(
         records=sum(count for _, count, _ in created),
@@ -131,16 +132,12 @@ def _split(rows: Sequence[RowData], fmt: DatasetFormat, writer: str, seq: int) -
     parts = []
     for pairs, group in groups.items():
         stamps = [data.row.t_submit for data in group]
-        parts.append(_Part(pairs, ShardName(0, min(stamps), max(stamps), len(group), writer, seq), group))
+        name = ShardName(0, min(stamps), max(stamps), len(group), writer, seq)
+        if fmt.last_turn is not None:
+            turns = Turns((data.row for data in group), fmt.last_turn)
+            group = [data for data in group if not turns.hides(data.row)]  # noqa: PLW2901 -- the name speaks of all
+        parts.append(_Part(pairs, name, group))
     return parts
-
-
-def _list_tombstones(storage: Storage, cache: TombstoneCache) -> TombstoneSet:
-    """Again while files vanish under it (gc folds them); the last error goes up."""
-    for _ in range(_MAX_LISTINGS - 1):
-        with suppress(ObjectNotFoundError):
-            return list_tombstones(storage, cache)
-    return list_tombstones(storage, cache)
 
 
 def _remove(storage: Storage, parts: Sequence[_Part]) -> None:

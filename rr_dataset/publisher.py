@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from rr_dataset.clock import wall_ms
+from rr_dataset.delete import remove_covered
 from rr_dataset.errors import CorruptSpoolError
 from rr_dataset.layout import DatasetFormat
 from rr_dataset.publish import PUBLISH_THREADS, publish_slab
@@ -19,18 +21,20 @@ from rr_dataset.record import Row, RowData
 from rr_dataset.slab import (
     ACTIVE,
     ASIDE,
+    DELETE,
     PUBLISHED,
     PUT,
     SEALED,
     Entry,
     SlabContents,
     array_offsets,
+    is_control,
     read_slab,
     read_state,
     write_state,
 )
 from rr_dataset.storage import Storage
-from rr_dataset.tombstones import TombstoneCache
+from rr_dataset.tombstones import Tombstone, TombstoneCache, relist_tombstones, write_tombstones
 
 UNPUBLISHED = (SEALED, ACTIVE)  # the active ones are the engine's as long as it lives
 
@@ -50,11 +54,12 @@ class Publisher:
 
     def __init__(self, storage: Storage, dataset: DatasetFormat, compression: str) -> None:
         self._storage, self.dataset, self._compression = storage, dataset, compression
-        self._tombstones = TombstoneCache(dataset.keys)
+        self._tombstones = TombstoneCache(dataset.keys, dataset.last_turn)
+        self._buried: dict[tuple[str, int], list[Tombstone]] = {}  # by writer and slab, while its publication fails
         self._pool = ThreadPoolExecutor(PUBLISH_THREADS, thread_name_prefix="publish")
 
     def publish(self, slab: Path, *, force: bool = False) -> Published:
-        """Publish what is committed in a slab, and mark it. Idempotent.
+        """Publish what is committed in a slab, and mark it: puts, drops and, before and after them, deletes. Idempotent.
 
         force: also when it is so old that tombstones which cover its rows may be gone.
 
@@ -63,20 +68,42 @@ class Publisher:
         with open_slab(slab) as contents:
             if contents.identity["dataset"] != self.dataset.uuid:
                 raise CorruptSpoolError(f"{slab} belongs to dataset {contents.identity['uri']}")
+            tombstones = self._bury(contents)
             report = publish_slab(
                 self._storage,
                 self.dataset,
                 writer=contents.identity["writer"],
                 seq=contents.seq,
-                rows=[_row_data(entry, contents, self.dataset) for entry in contents.entries],
+                rows=[_row_data(entry, contents, self.dataset) for entry in contents.entries if entry.kind != DELETE],
                 cache=self._tombstones,
                 compression=self._compression,
                 pool=self._pool,
                 now_ms=(lambda: 0) if force else wall_ms,  # at the dawn of time no slab is too old
             )
+            if tombstones:
+                everything = relist_tombstones(self._storage, self._tombstones)
+                remove_covered(self._storage, self.dataset, tombstones, everything)
+                del self._buried[contents.identity["writer"], contents.seq]
             torn = contents.torn
         write_state(slab, ASIDE if report.set_aside else PUBLISHED)
         return Published(report.records, report.bytes, torn, report.set_aside)
+
+    def _bury(self, slab: SlabContents) -> list[Tombstone]:
+        """The tombstones of the slab's deletes, durable in one file: before its own puts are, and those published after it.
+
+        They have the very stamps of the deletes, so it does not matter for what lives in the end which slab is published first.
+        """
+        key = slab.identity["writer"], slab.seq
+        deletes = [entry for entry in slab.entries if entry.kind == DELETE]
+        if deletes and key not in self._buried:
+            made = wall_ms()
+            tombstones = [
+                Tombstone(uuid.uuid4().hex, each.meta["kind"], each.meta["text"], each.meta["run"], each.t_submit, made)
+                for each in deletes
+            ]
+            write_tombstones(self._storage, tombstones, made)
+            self._buried[key] = tombstones
+        return self._buried.get(key, [])
 
     def close(self) -> None:
         """End its threads."""
@@ -84,21 +111,21 @@ class Publisher:
 
 
 def slabs_in(directory: Path, states: Sequence[int]) -> list[Path]:
-    """The slabs of a spool that are in one of these states, oldest first.
+    """The slabs of a spool that are in one of these states, those of drops and deletes first, then oldest first.
 
     A file that is no slab of this version is in any state: whoever reads it gets the CorruptSpoolError.
     """
-    found = []
+    found: list[tuple[bool, int, Path]] = []
     for path in directory.glob("*.slab"):
         with suppress(FileNotFoundError):  # the engine has just given it up
             try:
                 seq, state = read_state(path)
             except (CorruptSpoolError, IsADirectoryError):
-                found.append((0, path))
+                found.append((False, 0, path))
             else:
                 if state in states:
-                    found.append((seq, path))
-    return [path for _, path in sorted(found)]
+                    found.append((not is_control(path), seq, path))
+    return [path for _, _, path in sorted(found)]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from rr_dataset.description import read_format
 from rr_dataset.errors import CorruptSpoolError, NotFoundError, RoutingDatasetError
 from rr_dataset.publish import last_publish_ms
 from rr_dataset.publisher import UNPUBLISHED, Published, Publisher, open_slab, slabs_in
-from rr_dataset.slab import ASIDE, read_identity, read_state
+from rr_dataset.slab import ASIDE, DELETE, read_identity, read_state
 from rr_dataset.spool import remove_directory
 from rr_dataset.storage import open_storage
 
@@ -185,7 +185,7 @@ def _publish(slab: Path, publisher: Publisher, *, force: bool, dry_run: bool) ->
     if not dry_run:
         return publisher.publish(slab, force=force)
     with open_slab(slab) as contents:
-        entries = contents.entries
+        entries = [entry for entry in contents.entries if entry.kind != DELETE]
         oldest = min((entry.t_submit for entry in entries), default=None)
         if not force and oldest is not None and wall_ms() > last_publish_ms(publisher.dataset, oldest):
             return Published(0, 0, contents.torn, set_aside=True)

@@ -25,7 +25,7 @@ from rr_dataset.errors import CorruptSpoolError
 SLAB_VERSION = 0
 HEADER_BYTES = 4096
 FREE, ACTIVE, SEALED, PUBLISHED, ASIDE = range(5)
-PUT, DROP = 1, 2
+PUT, DROP, DELETE = 1, 2, 3
 TOKENS_FIRST = 1  # flag: the routing is [tokens, layers, top_k], else [layers, tokens, top_k]
 CHECKSUMMED = 2  # flag: the guard holds the payload's checksum
 
@@ -66,7 +66,7 @@ class Batch:
     """What one filling holds and what became of it: the unit that becomes durable together."""
 
     seq: int
-    control: bool = False  # holds drops, no records
+    control: bool = False  # holds drops and deletes, no records
     opened_s: float = 0.0  # monotonic time of the first entry
     records: int = 0
     bytes: int = 0
@@ -293,6 +293,14 @@ def read_state(path: Path) -> tuple[int, int]:
     if version != SLAB_VERSION:
         raise CorruptSpoolError(f"{path}: slab version {version}; recover it with the rr_dataset that wrote it")
     return seq, state
+
+
+def is_control(path: Path) -> bool:
+    """Whether a slab file that has been filled holds drops and deletes: whether its first entry is one."""
+    with path.open("rb") as file:
+        file.seek(HEADER_BYTES + _GUARD.size)
+        head = file.read(_ENTRY.size)
+    return len(head) == _ENTRY.size and _ENTRY.unpack(head)[1] != PUT
 
 
 def write_state(path: Path, state: int) -> None:
