@@ -87,6 +87,28 @@ class Turns:
         return row.run_id, row.choice, row.components[: self._turn], row.components[self._turn + 1 :]
 
 
+def superseded(rows: Iterable[Row], spec: RoutingSpec, turn: int | None) -> frozenset[str]:
+    """Record ids of the rows that may be forgotten, since others among these, of the same run, replace or hide them for good.
+
+    rows: none twice, of any request ids of one partition, none under a delete mark. turn: `DatasetFormat.last_turn`.
+    """
+    given = tuple(rows)
+    dead: set[str] = set()
+    newest: dict[tuple[str, str], tuple[int, str]] = {}
+    for row in given:
+        # A drop row hides no lower turns, so what it replaces must stay where that hid some.
+        if _is_whole(row, spec) and not (turn is not None and row.status == "dropped"):
+            key = (row.request_id, row.run_id)
+            newest[key] = max(newest.get(key, (0, "")), _ORDER(row))
+    for row in given:
+        if _ORDER(row) < newest.get((row.request_id, row.run_id), (0, "")):
+            dead.add(row.record_id)
+    if turn is not None:
+        turns = Turns(given, turn)
+        dead.update(row.record_id for row in given if turns.hides(row))
+    return frozenset(dead)
+
+
 class _Group:
     """Layers that the same rows have told of so far, so that they share coverage and status."""
 

@@ -62,6 +62,14 @@ class WriterOptions:
         _require(mapping, "storage_options", type(self.storage_options), "a mapping")
 
 
+def parse_compression(text: str) -> tuple[str, int | None]:
+    """`zstd:3` -> ("zstd", 3), `lz4` -> ("lz4", None). Raises InvalidInputError."""
+    name, colon, level = text.partition(":")
+    known = name in COMPRESSIONS and (not colon or (name == "zstd" and level.isdecimal() and 1 <= int(level) <= 22))
+    _require(known, "compression", text, f"one of {', '.join(COMPRESSIONS)}, with zstd a level too, as zstd:3 (1 to 22)")
+    return name, int(level) if colon else None
+
+
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

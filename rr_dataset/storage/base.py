@@ -15,7 +15,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Entry(NamedTuple):
-    """One stored object: its last path element, its bytes, and when it was written (Unix time)."""
+    """One stored object: its last path element, its bytes, and when it got its name or was last changed (Unix time)."""
 
     name: str
     size: int

@@ -49,7 +49,8 @@ class LocalStorage:
                 try:
                     if entry.is_file(follow_symlinks=False):
                         status = entry.stat(follow_symlinks=False)
-                        entries.append(Entry(entry.name, status.st_size, status.st_mtime))
+                        named_s = max(status.st_mtime, status.st_ctime)  # the name came after the bytes and their fsync
+                        entries.append(Entry(entry.name, status.st_size, named_s))
                 except FileNotFoundError:
                     pass
         return entries
