@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from rr_dataset.intake import take_in
 from rr_dataset.publisher import Publisher, slabs_in
-from rr_dataset.slab import PUT, SEALED, TOKENS_FIRST
+from rr_dataset.slab import DELETE, PUT, SEALED, TOKENS_FIRST
 from rr_dataset.spool import Spool
 from rr_dataset.storage import open_storage
 
@@ -58,6 +59,15 @@ def put(spool: Spool, dataset: Any, request_id: str, array: Any, layout: str = "
     )
     assert reservation is not None
     intake.fill(reservation.payload)
+    spool.commit(reservation)
+    return reservation.t_submit
+
+
+def delete(spool: Spool, kind: str, text: Any, run: str | None = None) -> int:
+    """What `RoutingWriter.delete_prefix` and `clear_run` do; the stamp."""
+    meta = json.dumps({"kind": kind, "text": text, "run": run}).encode()
+    reservation = spool.reserve(DELETE, 0, b"", meta, tokens=0, payload_bytes=0)
+    assert reservation is not None
     spool.commit(reservation)
     return reservation.t_submit
 
