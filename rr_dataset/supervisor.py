@@ -356,12 +356,12 @@ class Supervisor:
     def _due_s(self) -> float | None:
         """Seconds until the active slabs are to be closed; None while the worker could not take them anyway.
 
-        A slab may fail for reasons of its own, so another one is spent now and then to see whether the storage does, up
-        to half of the pool: the rest fills up whole.
+        A slab may fail for reasons of its own, so another one is spent now and then to see whether the storage does, while
+        half of the pool is left: the rest fills up whole.
         """
         opened, pending = self._spool.oldest_active_s(), self._spool.pending()
         slabs = self._options.spool_bytes // self._options.slab_bytes
-        spent = self._probing and len(self._troubles) > 1 and 2 * pending >= slabs
+        spent = self._probing and len(self._troubles) > 1 and 2 * pending > slabs
         if opened is None or pending - len(self._troubles) > 1 or spent:
             return None
         if self._seal_wanted:

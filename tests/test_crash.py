@@ -334,3 +334,28 @@ def test_closing_during_an_outage_keeps_the_records_for_the_next_writer(root: Pa
     with rr.RoutingWriter(root, options(place)):
         until(lambda: not dead.exists(), "the records are taken over")
     check(root, 1)
+
+
+def test_slabs_that_fail_for_reasons_of_their_own_do_not_hold_up_the_others(root: Path, place: Path) -> None:
+    with rr.RoutingWriter(root, options(place), create=SPEC) as writer:
+        (root / "data_id=bad").write_text("a file where a directory must be")
+        bad = []
+        for i in range(2):
+            bad.append(writer.put(f"bad:{i}", experts(i), "LTK"))
+            with pytest.raises(rr.FlushTimeoutError):
+                bad[i].wait(timeout_s=0.3)
+        receipts = []
+        for i in range(20):
+            receipts.append(writer.put(f"good:{i}", experts(i), "LTK"))
+            receipts[i].wait()
+        stats = writer.stats()
+        assert (stats.durable, stats.worker_restarts) == (20, 0)
+        assert "data_id=bad" in (stats.last_error or ""), "what still waits is not forgotten for what went well"
+        with pytest.raises(rr.FlushTimeoutError, match="2 records are not durable") as caught:
+            writer.flush(timeout_s=0.1)
+        assert "data_id=bad" in str(caught.value.__cause__)
+        (root / "data_id=bad").unlink()
+        assert writer.flush().records == 22
+        assert writer.stats().last_error is None
+    assert stored_rows(root) == {**{f"bad:{i}": 1 for i in range(2)}, **{f"good:{i}": 1 for i in range(20)}}
+    assert spools(place) == []
