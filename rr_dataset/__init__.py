@@ -45,15 +45,26 @@ from rr_dataset.options import WriterOptions
 from rr_dataset.record import RecordHead, RoutingRecord, RoutingSpec
 
 if TYPE_CHECKING:
+    from rr_dataset.compact import compact, plan_compaction
+    from rr_dataset.compactor import CompactReport
     from rr_dataset.dataset import DatasetInfo, RoutingDataset, create_dataset, open_dataset
     from rr_dataset.delete import DeleteReport, delete, delete_prefix
     from rr_dataset.doctor import Finding, doctor
     from rr_dataset.follow import PollCursor
+    from rr_dataset.garbage import GarbageReport, collect_garbage
+    from rr_dataset.maintain import MaintainReport, maintain
     from rr_dataset.recovery import SpoolReport, recover
     from rr_dataset.verify import Problem, VerifyReport, verify
     from rr_dataset.writer import FlushReport, Receipt, RoutingWriter
 
 _LAZY = {
+    "CompactReport": "rr_dataset.compactor",
+    "compact": "rr_dataset.compact",
+    "plan_compaction": "rr_dataset.compact",
+    "GarbageReport": "rr_dataset.garbage",
+    "collect_garbage": "rr_dataset.garbage",
+    "MaintainReport": "rr_dataset.maintain",
+    "maintain": "rr_dataset.maintain",
     "DatasetInfo": "rr_dataset.dataset",
     "PollCursor": "rr_dataset.follow",
     "RoutingDataset": "rr_dataset.dataset",
@@ -75,6 +86,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "CompactReport",
     "CorruptShardError",
     "CorruptSpoolError",
     "DatasetInfo",
@@ -84,10 +96,12 @@ __all__ = [
     "FlushReport",
     "FlushTimeoutError",
     "FormatError",
+    "GarbageReport",
     "InvalidInputError",
     "InvalidRequestIdError",
     "InvalidRoutingError",
     "KeyScheme",
+    "MaintainReport",
     "NewerFormatError",
     "NotFoundError",
     "ObjectNotFoundError",
@@ -117,11 +131,15 @@ __all__ = [
     "WriterError",
     "WriterForkedError",
     "WriterOptions",
+    "collect_garbage",
+    "compact",
     "create_dataset",
     "delete",
     "delete_prefix",
     "doctor",
+    "maintain",
     "open_dataset",
+    "plan_compaction",
     "recover",
     "verify",
 ]

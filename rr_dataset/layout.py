@@ -2,6 +2,7 @@
 
     ROOT/_rr/format.json                                        DatasetFormat
     ROOT/_rr/tombstones/<made ms, 12 hex>-<uuid, 32 hex>.json   tombstone_name
+    ROOT/_rr/gc/<made ms, 12 hex>-<uuid, 32 hex>.json           notes of `collect_garbage`
     ROOT/_rr/tmp/<writer>/                                      staging
     ROOT/_rr/quarantine/<path>.<n>                              damaged files that `verify` moved, n from 0
     ROOT/data_id=<value>/[gen_id=<value>/]<shard>               partition_path, ShardName
@@ -28,6 +29,7 @@ from rr_dataset.record import RoutingSpec
 
 FORMAT_PATH = "_rr/format.json"
 TOMBSTONE_DIR = "_rr/tombstones"
+GC_DIR = "_rr/gc"  # notes of `collect_garbage` for its next run
 STAGING_DIR = "_rr/tmp"
 QUARANTINE_DIR = "_rr/quarantine"  # what `verify` took out of the way
 FORMAT_VERSION = 0  # frozen as 1 once deletion, compaction and S3 have used it

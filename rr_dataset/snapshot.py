@@ -348,6 +348,17 @@ class Reader:
         for partition, shards in listed.items():
             self._fill(partition, [(item.path, loaded[item.path]) for item in shards if item.path in loaded], snapshot)
 
+    def load(self, item: Listed) -> Shard:
+        """The shard with its index. Raises ObjectNotFoundError if it has vanished, CorruptShardError with its path."""
+        known = self._indexes.get(item.path, item.entry)
+        if known is None:
+            with self.storage.open(item.path) as source:
+                loaded = self._load_one(item, source)
+            if isinstance(loaded, CorruptShardError):
+                raise CorruptShardError(f"{self.storage.uri}: {item.path}: {loaded}") from loaded
+            known = loaded
+        return known
+
     def _load_one(self, item: Listed, source: OpenSource) -> Shard | CorruptShardError:
         """The shard, or what is wrong with it."""
         try:
