@@ -97,9 +97,11 @@ class Stored:
         self.shard(data)
         return data
 
-    def tombstone(self, kind: str, text: Any, *, t_del: int | None = None, run: str | None = None) -> Path:
-        """A delete mark over all puts so far, or those up to `t_del`."""
-        made = 1_000_000 + self._stamp
+    def tombstone(
+        self, kind: str, text: Any, *, t_del: int | None = None, run: str | None = None, made: int | None = None
+    ) -> Path:
+        """A delete mark over all puts so far, or those up to `t_del`; it was made in 1970 unless `made` tells (ms)."""
+        made = 1_000_000 + self._stamp if made is None else made
         mark = {"uuid": str(uuid.uuid4()), "kind": kind, "text": text, "run": run, "made": made}
         path = self.root / TOMBSTONE_DIR / tombstone_name(made, uuid.uuid4().hex)
         return self._publish(path, json.dumps([{**mark, "t_del": self._stamp if t_del is None else t_del}]).encode())
