@@ -18,6 +18,13 @@ from .options import Json, Uri, parse_layers
 from .records import head_json
 
 
+class Keep(str, Enum):
+    """Which turns of a conversation are kept."""
+
+    ALL = "all"
+    LAST_TURN = "last_turn"
+
+
 class Keys(str, Enum):
     """The ready key schemes."""
 
@@ -55,12 +62,17 @@ def create(
     buckets: Annotated[
         int | None, typer.Option(metavar="N", help="uuid: number of directories", show_default="256")
     ] = None,
+    keep: Annotated[
+        Keep,
+        typer.Option(metavar="all|last_turn", help="Show and keep every turn of a conversation, or the highest only"),
+    ] = Keep.ALL,
     exist_ok: Annotated[bool, typer.Option(help="Accept the same dataset if it is there")] = True,
     as_json: Json = False,
 ) -> None:
     """Create an empty dataset for the routing of one model."""
     spec = _spec(config, layers, experts, top_k)
-    dataset = create_dataset(uri, spec, keys=_scheme(keys, partition_by, buckets), exist_ok=exist_ok)
+    scheme = _scheme(keys, partition_by, buckets)
+    dataset = create_dataset(uri, spec, keys=scheme, keep=keep.value, exist_ok=exist_ok)
     _show_info(dataset.info(), as_json)
 
 
@@ -104,6 +116,7 @@ def _show_info(info: DatasetInfo, as_json: bool) -> None:
             "routing": f"layers {output.shown_layers(spec.moe_layers)}; {spec.num_experts} experts, top-{spec.top_k}, "
             f"{spec.dtype}, {spec.topk_order} order; {spec.bytes_per_token} B a token",
             "ids": keys.rest if keys.buckets else keys.delimiter.join(keys.components),
+            "keeps": "the last turn only" if info.format.keep == "last_turn" else None,
             "directories": f"{info.partitions:,} by {', '.join(keys.components[: keys.partition_by])}",
             "shards": f"{info.shards:,}",
             "rows": f"{info.rows:,}",

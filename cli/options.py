@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 _LAYER_RUN = re.compile("([0-9]+)(?:-([0-9]+))?")
+_DURATION = re.compile("([0-9]+(?:[.][0-9]+)?)([smhd]?)")
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _TOKEN_RANGE = re.compile("([0-9]*):([0-9]*)")
 
 
@@ -30,6 +32,14 @@ def parse_tokens(text: str) -> slice:
         raise typer.BadParameter(f"{text!r}: expected a token range such as 0:128, :128 or 128:")
     start, stop = (int(end) if end else None for end in match.groups())
     return slice(start, stop)
+
+
+def parse_duration(text: str) -> float:
+    """`90`, `90s`, `1.5m`, `12h`, `7d` -> seconds."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r}: expected a time such as 90s, 30m, 12h or 7d")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 Uri = Annotated[str, typer.Argument(metavar="URI", help="The dataset: a path or file://", show_default=False)]

@@ -92,6 +92,13 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def ask(question: str) -> bool:
+    """Ask on stderr, so that stdout stays for the result; no answer is a no."""
+    sys.stderr.write(f"{question} [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
 def table_width() -> int:
     """Columns that a table for people may take: the terminal's, or a usual one's where there is none."""
     return _console().width if sys.stdout.isatty() else 120

@@ -149,6 +149,9 @@ class DeleteReport:
         )
 
 
+Progress = Callable[[DeleteReport], object]
+
+
 def plan(path: str, shards: Sequence[Found], marks: TombstoneSet, earlier: TombstoneSet) -> PartitionPlan:
     """What `marks` delete in a partition. Pure; to carry it out late is safe, since no file's name is ever used again.
 
@@ -263,7 +266,11 @@ class _Survey:
 
 
 def remove_covered(
-    storage: Storage, fmt: DatasetFormat, tombstones: Sequence[Tombstone], earlier: TombstoneSet
+    storage: Storage,
+    fmt: DatasetFormat,
+    tombstones: Sequence[Tombstone],
+    earlier: TombstoneSet,
+    progress: Progress | None = None,
 ) -> DeleteReport:
     """Step 3, for tombstones that are durable. Idempotent; others may do the same meanwhile.
 
@@ -279,6 +286,8 @@ def remove_covered(
     report = DeleteReport()
     for task in _in_threads(one, survey.directories(fmt.keys.partition_by)):
         report = report.with_plan(task)
+        if progress is not None:
+            progress(report)
     for depth in range(fmt.keys.partition_by - 1, 0, -1):  # emptied by who died before the parents' turn
         for path in survey.directories(depth):
             storage.remove_empty_dirs(path)
@@ -300,6 +309,7 @@ def delete(
     run: str | None = None,
     everything: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> DeleteReport:
     """Delete the records that any of `prefixes`, `ids` and `glob` matches, put before this call by whomever.
 
@@ -309,6 +319,7 @@ def delete(
     older_than_s, run: only what was put at least so many seconds ago, only what writers of this run put; without prefixes,
         ids and glob: all of that.
     everything: all records, whatever else is given but age and run.
+    progress: called with the sum so far after each directory.
 
     It covers puts that are still in a writer's spool, and none submitted after it returned, on hosts whose clocks are within
     `max_clock_skew_s`, for which it waits, once however much is asked for. A put beside it may land on either side. What is
@@ -325,7 +336,7 @@ def delete(
     now_ms, skew_ms = wall_ms(), _skew_ms(fmt)
     tombstones = target.tombstones(now_ms, skew_ms)
     write_tombstones(storage, tombstones, now_ms)
-    report = remove_covered(storage, fmt, tombstones, earlier)
+    report = remove_covered(storage, fmt, tombstones, earlier, progress)
     last_ms = max(millis(tombstone.t_del) for tombstone in tombstones) + skew_ms
     while (left_ms := last_ms - wall_ms()) >= 0:
         time.sleep(max(left_ms / 1000, _PAUSE_S))
