@@ -174,7 +174,7 @@ def _news(lookup: Lookup, snapshot: Snapshot, path: str, seen: Seen | None) -> t
 
 
 def _hash(record_id: str) -> int:
-    return xxhash.xxh3_64_intdigest(record_id)
+    return xxhash.xxh3_64_intdigest(record_id.encode())
 
 
 def _is_ready(head: RecordHead, version: str | None) -> bool:
