@@ -1,7 +1,7 @@
 """Kills a process at a chosen step. Python imports this by itself when the folder is on PYTHONPATH, as tests put it.
 
 RR_FAULT, JSON, says where: {"role": "engine" or "worker", "step": "package.module:name.of.function", "when": "before" or
-"after", "nth": which call, "both": whether the other process is killed too, "mark": a file that is made when it fires}.
+"after", "nth": which call that comes to it, "both": whether the other process is killed too, "mark": a file that is made when it fires}.
 It fires once for all processes: a worker that is started again lives.
 """
 
@@ -39,11 +39,10 @@ def _arm(role: str, step: str, when: str, nth: int, both: bool, mark: str) -> No
             os.kill(pid, signal.SIGKILL)
 
     def step_with_fault(*args: Any, **more: Any) -> Any:
-        hit = next(calls) == nth
-        if hit and when == "before":
+        if when == "before" and next(calls) == nth:
             fire()
         result = inner(*args, **more)
-        if hit and when == "after":
+        if when == "after" and next(calls) == nth:
             fire()
         return result
 
