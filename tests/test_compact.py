@@ -49,10 +49,13 @@ def test_a_reader_sees_the_same_before_between_and_after(root: Path) -> None:
     assert seen(root) == model
     rest = seen(root, run="run-1")
     report = rr.compact(root)
-    assert report.damaged == () and report.outputs == 3  # of q nothing lives
-    assert seen(root) == model and seen(root, run="run-1") == rest
+    assert report.damaged == ()
+    assert report.outputs == 3
+    assert seen(root) == model
+    assert seen(root, run="run-1") == rest
     assert compact_at(root, now_ms() + LATER_MS).shards_removed > 0
-    assert seen(root) == model and seen(root, run="run-1") == rest
+    assert seen(root) == model
+    assert seen(root, run="run-1") == rest
 
 
 def test_only_what_lives_is_left_at_last(root: Path) -> None:
@@ -77,9 +80,12 @@ def test_names_and_index_of_an_output(root: Path) -> None:
     rr.compact(root)
     output = next(path for path in shards(root) if path.name not in inputs)
     name, index = parse_shard_name(output.name), index_of(output)
-    assert first.row.t_submit == 1 and second.row.t_submit == 2
-    assert name is not None and (name.level, name.tmin, name.tmax, name.rows) == (1, 2, 2, 1)
-    assert sorted(index.inputs) == inputs and index.compression == "zstd"
+    assert first.row.t_submit == 1
+    assert second.row.t_submit == 2
+    assert name is not None
+    assert (name.level, name.tmin, name.tmax, name.rows) == (1, 2, 2, 1)
+    assert sorted(index.inputs) == inputs
+    assert index.compression == "zstd"
     assert index.tombstones_applied == (json.loads(mark.read_text())[0]["uuid"],)
     assert not (root / "_rr/tmp").exists()
 
@@ -99,7 +105,8 @@ def test_a_newer_row_elsewhere_replaces_nothing(root: Path) -> None:
     inputs = [stored.shard(old), stored.shard(other)]
     stored.shard(newer)
     report = compactor_of(root).execute(task_of(root, *(path.name for path in inputs)))
-    assert report.rows_dropped == 0 and report.rows == 2
+    assert report.rows_dropped == 0
+    assert report.rows == 2
 
 
 def test_a_newer_row_of_another_run_replaces_nothing(root: Path) -> None:
@@ -109,7 +116,8 @@ def test_a_newer_row_of_another_run_replaces_nothing(root: Path) -> None:
     before = seen(root, run="a")
     rr.compact(root)
     compact_at(root, now_ms() + LATER_MS)
-    assert len(shards(root)) == 1 and seen(root, run="a") == before != seen(root, run="b")
+    assert len(shards(root)) == 1
+    assert seen(root, run="a") == before != seen(root, run="b")
 
 
 def test_what_a_drop_replaced_still_hides_lower_turns(root: Path) -> None:
@@ -120,7 +128,8 @@ def test_what_a_drop_replaced_still_hides_lower_turns(root: Path) -> None:
     assert compactor_of(root).execute(task_of(root, *(path.name for path in high))).rows_dropped == 0
     for step in (1, 2):
         compact_at(root, now_ms() + step * LATER_MS)
-    assert set(seen(root)) == {"p:0:2:0"} and not low.exists()
+    assert set(seen(root)) == {"p:0:2:0"}
+    assert not low.exists()
 
 
 def test_lower_turns_go_with_their_files(root: Path) -> None:
@@ -131,7 +140,8 @@ def test_lower_turns_go_with_their_files(root: Path) -> None:
     before = seen(root)
     assert rr.compact(root).rows_dropped == 2
     compact_at(root, now_ms() + LATER_MS)
-    assert seen(root) == before and len(before) == 4
+    assert seen(root) == before
+    assert len(before) == 4
 
 
 def test_two_compactors_of_the_same_files(root: Path) -> None:
@@ -186,7 +196,8 @@ def test_an_output_that_was_deleted_meanwhile_goes(root: Path, monkeypatch: pyte
 
     monkeypatch.setattr(LocalStorage, "create", delete_at_once)
     rr.compact(root)
-    assert [path.name[:2] for path in shards(root)] == ["00"] and seen(root) == {}
+    assert [path.name[:2] for path in shards(root)] == ["00"]
+    assert seen(root) == {}
 
 
 @pytest.mark.parametrize("column", ["routed_experts", "token_ids", "index"])
@@ -222,8 +233,11 @@ def test_bit_rot_is_never_given_a_new_checksum(root: Path, vectors: bool) -> Non
     content[at + 7] ^= 1
     path.write_bytes(content)
     report = rr.compact(root)
-    assert len(report.damaged) == 1 and path.name in report.damaged[0] and "checksum" in report.damaged[0]
-    assert report.outputs == 1 and report.rows == 1  # the other went ahead
+    assert len(report.damaged) == 1
+    assert path.name in report.damaged[0]
+    assert "checksum" in report.damaged[0]
+    assert report.outputs == 1
+    assert report.rows == 1
     compact_at(root, now_ms() + LATER_MS)
     assert path.exists()
 
@@ -234,7 +248,9 @@ def test_a_damaged_shard_is_left_alone_and_reported(root: Path) -> None:
     stored.put("p:1")
     path.write_bytes(path.read_bytes()[:-20])
     report = rr.compact(root)
-    assert report.outputs == 1 and len(report.damaged) == 1 and path.name in report.damaged[0]
+    assert report.outputs == 1
+    assert len(report.damaged) == 1
+    assert path.name in report.damaged[0]
     with pytest.raises(DamagedInputError):
         compactor_of(root).execute(task_of(root, path.name))
 
@@ -242,7 +258,7 @@ def test_a_damaged_shard_is_left_alone_and_reported(root: Path) -> None:
 @pytest.mark.filterwarnings("error")
 def test_foreign_readers_see_every_row_after(root: Path) -> None:
     fill(root, now_ms())
-    before = {row for row in record_ids(root)}
+    before = set(record_ids(root))
     rr.compact(root)
     for step in (1, 2, 3):
         compact_at(root, now_ms() + step * LATER_MS)
@@ -293,11 +309,14 @@ def test_jobs_and_parts_share_the_work(root: Path) -> None:
         stored.put(f"p{i % 10}:{i}:0:0")
     before = seen(root)
     planned = [len(list(rr.plan_compaction(root, shard=(i, 3)))) for i in (1, 2, 3)]
-    assert sum(planned) == 10 and min(planned) > 0
+    assert sum(planned) == 10
+    assert min(planned) > 0
     told: list[CompactReport] = []
     done = [rr.compact(root, shard=(i, 3), jobs=2, progress=told.append).tasks for i in (1, 2, 3)]
-    assert done == planned and len(told) == 10
-    assert rr.compact(root) == CompactReport() and seen(root) == before
+    assert done == planned
+    assert len(told) == 10
+    assert rr.compact(root) == CompactReport()
+    assert seen(root) == before
 
 
 def test_a_plan_can_be_kept_and_run_later(root: Path) -> None:
@@ -357,4 +376,5 @@ def test_a_torn_listing_within_grace(root: Path, monkeypatch: pytest.MonkeyPatch
         assert seen(root) == model
     for step in range(1, 6):
         compact_at(root, now_ms() + step * LATER_MS)
-    assert seen(root) == model and len(list(record_ids(root))) == 8
+    assert seen(root) == model
+    assert len(list(record_ids(root))) == 8
