@@ -25,7 +25,7 @@ from rr_dataset.storage.files import LocalSource, StorageErrors, publish, sync_d
 _T = TypeVar("_T")
 
 _DIR_SYNC_THREADS = 4  # a disk flushes several at once
-_MAX_DIR_REMOVALS = 100  # how often in a row a deleter may remove the directory that a create has just made
+_MAX_DIR_REMOVALS = 1000  # in a row, each between a mkdir and the next call: a deleter cannot win that often
 _NO_SUCH_PARTS = frozenset(("", ".", ".."))
 _NOT_REMOVABLE = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY))  # `.nfs*` leftovers of open files too
 
