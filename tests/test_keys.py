@@ -314,6 +314,58 @@ def test_schemes_survive_their_json_form_and_pickling(scheme: KeyScheme) -> None
     }
 
 
+def components_of(scheme: KeyScheme, request_id: str) -> tuple[Any, ...]:
+    key = scheme.parse(request_id)
+    return key.components, key.choice
+
+
+@pytest.mark.parametrize(
+    ("scheme", "glob", "covered", "left"),
+    [
+        (FD, "math_*:2", ["math_1:2", "math_:2:0:1#4"], ["math_1:20", "math_1", "Math_1:2"]),
+        (FD, "*:x:1:*:*", ["a:x:1:0:0", "b:c:x:1:2:3"], ["a:y:1:0:0"]),
+        (FD, "a[*]", ["a*", "a*:1"], ["ab", "a"]),
+        (FD, "[!b-d]?", ["ab", "zz:1"], ["bb", "a", "abc"]),
+        (FD, "a*\n", ["ab\n", "a\n\n:1"], ["a", "ab"]),
+        (FD, "*#2", ["a#2", "a:1#2"], ["a", "a#3", "a#20"]),
+        (FD, "a#b*", ["a#bc", "a#b:1"], ["a#c"]),
+        (FD, "a[b", ["a[b"], ["ab"]),
+        (KeyScheme.uuid(4), "req-*#1", ["req-1#1", "req-a:b#1"], ["req-1", "xreq-1#1"]),
+        (STEP, "1?:*x", ["10:x", "19:a:x"], ["1:x", "100:x", "10:y"]),
+    ],
+)
+def test_globs_match_by_component(scheme: KeyScheme, glob: str, covered: list[str], left: list[str]) -> None:
+    parsed = scheme.parse_glob(glob)
+    assert [i for i in covered + left if parsed.matches(*components_of(scheme, i))] == covered
+    for request_id in covered:
+        components, _ = components_of(scheme, request_id)
+        assert all(parsed.allows(level, value) for level, value in enumerate(components))
+        assert all(pin in (None, value) for pin, value in zip(parsed.pinned, components, strict=True))
+
+
+def test_what_a_glob_pins_and_what_a_prefix_pins() -> None:
+    assert FD.parse_glob("a:1*:[12]").pinned == ("a", None, None, None)
+    assert FD.parse_glob("a?:1").pinned == (None, "1", None, None)
+    prefix = FD.parse_prefix("a:1")
+    assert prefix.pinned == ("a", "1", None, None)
+    assert [prefix.allows(1, value) for value in ("1", "2", None)] == [True, False, False]
+    assert prefix.allows(2, None)
+
+
+@pytest.mark.parametrize(
+    ("glob", "says"),
+    [
+        ("", "data_id"), ("a:", "gen_id"), ("a::1", "gen_id"), ("a:01", "canonical decimal"), ("*:x", "gen_id='x'"),
+        ("a#*", "every sample"), ("a#1?", "every sample"), ("a#[12]", "every sample"), ("a#01", "canonical decimal"),
+        ("chatcmpl-*", "rollout id"), (7, "expected a text"), ("\ud800*", "surrogate"), ("x" * 1025, "at most 1024"),
+    ],
+)  # fmt: skip
+def test_globs_that_match_no_id_are_refused(glob: Any, says: str) -> None:
+    with pytest.raises(InvalidRequestIdError) as caught:
+        FD.parse_glob(glob)
+    assert says in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

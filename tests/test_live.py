@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import rows_of_one_id, specs
 
-from rr_dataset.live import assemble, intersect_ranges, merge_ranges, subtract_ranges
+from rr_dataset.live import Turns, assemble, intersect_ranges, merge_ranges, subtract_ranges
 from rr_dataset.record import RecordHead, RoutingSpec, Row
 
 SPEC = RoutingSpec(moe_layers=(1, 2, 5), num_experts=8, top_k=2)
@@ -383,3 +383,52 @@ def test_ranges_subtract_and_intersect_as_sets_do(left: list[tuple[int, int]], r
     ):
         assert result == merge_ranges(result)
         assert positions(result) == expected
+
+
+# Turns
+
+TURN_ROWS = st.lists(
+    st.tuples(
+        st.sampled_from([None, 0, 1, 2, 10]),  # turn
+        st.sampled_from(["a", "b"]),  # the component before it
+        st.sampled_from([None, "0"]),  # the one after it
+        st.sampled_from([None, 1]),  # sample
+        st.sampled_from(["r", "s"]),  # run
+        st.integers(1, 4),  # stamp
+        st.sampled_from(["complete", "partial", "dropped"]),
+    ),
+    max_size=8,
+)
+
+
+@given(TURN_ROWS)
+@example([(9, "a", None, None, "r", 1, "complete"), (10, "a", None, None, "r", 2, "complete")])  # numbers, no texts
+@example([(0, "a", None, None, "r", 2, "complete"), (1, "a", None, None, "r", 1, "complete")])  # put out of order
+@example([(0, "a", None, None, "r", 1, "complete"), (1, "a", None, None, "r", 1, "complete")])  # in one moment
+def test_a_turn_hides_lower_ones_put_before_it(drawn: list[tuple[Any, ...]]) -> None:
+    rows = [
+        Row(
+            f"{stamp:016x}-{number:016x}",
+            f"{before}:{turn}:{after}#{choice}",
+            (before, None if turn is None else str(turn), after),
+            choice,
+            stamp,
+            0,
+            3,
+            part=False,
+            status=status,
+            run_id=run,
+        )
+        for number, (turn, before, after, choice, run, stamp, status) in enumerate(drawn)
+    ]
+    turns = Turns(rows, 1)
+    for number, (turn, before, after, choice, run, stamp, _) in enumerate(drawn):
+        hidden = any(
+            (before, after, choice, run) == (before2, after2, choice2, run2)
+            and None not in (turn, turn2)
+            and turn2 > turn
+            and (stamp2, number2) > (stamp, number)
+            and status2 != "dropped"
+            for number2, (turn2, before2, after2, choice2, run2, stamp2, status2) in enumerate(drawn)
+        )
+        assert turns.hides(rows[number]) == hidden

@@ -290,3 +290,24 @@ def test_it_lists_again_when_a_tombstone_file_vanishes(tmp_path: Path, pool: Thr
     bury(tmp_path, "a", pack(NOW_MS + 9))
     with pytest.raises(ObjectNotFoundError):
         run(Spy(tmp_path, before_read_bytes=vanish), SLAB, pool)
+
+
+LAST = DatasetFormat(FMT.uuid, SPEC, KeyScheme.fastdeploy(), keep="last_turn")
+
+
+def test_a_turn_left_behind_within_the_slab_is_never_written(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    rows = [
+        data("a:1:0", 1), data("a:1:1", 2), data("a:1:10", 3), data("a:1:2", 4), data("a:2:0", 5), data("a:1", 6),
+        data("b:0:0", 7), data("b:0:1", 8, tokens=0),
+    ]  # fmt: skip
+    left = {
+        f"data_id=a/{name(rows[:6])}": ["a:1", "a:1:10", "a:1:2", "a:2:0"],
+        f"data_id=b/{name(rows[6:])}": ["b:0:0", "b:0:1"],
+    }
+    for _ in range(2):
+        assert run(open_storage(tmp_path), rows, pool, fmt=LAST).records == 6
+        assert shards(tmp_path) == left
+    bury(tmp_path, "a:1:10", pack(NOW_MS + 9))
+    run(open_storage(tmp_path), rows, pool, fmt=LAST, cache=TombstoneCache(LAST.keys, LAST.last_turn), seq=8)
+    (path,) = (path for path in shards(tmp_path) if path.endswith("-8.arrow") and path.startswith("data_id=a"))
+    assert shards(tmp_path)[path] == ["a:1", "a:2:0"]  # no lower turn comes back, also not the late 2

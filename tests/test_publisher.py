@@ -21,7 +21,7 @@ from rr_dataset.record import STATUSES
 from rr_dataset.slab import ASIDE, DROP, PUBLISHED, PUT, SEALED, read_state
 from rr_dataset.spool import Spool
 from tests.engines import SPEC, experts, stored_rows
-from tests.spooled import WRITER, make_spool, publisher_of, put, sealed
+from tests.spooled import WRITER, delete, make_spool, publisher_of, put, sealed
 from tests.strategies import key_schemes, keys_of, ranges_within, routing, specs, texts, weight_spans_within
 
 # ---- from arrays to a dataset and back
@@ -205,3 +205,158 @@ def test_slabs_are_taken_oldest_first_and_by_their_state(dataset: Any, spool: Sp
     found = [read_state(path) for path in slabs_in(spool.directory, UNPUBLISHED)]
     assert [seq for seq, _ in found] == [1, 2, 3, 4]
     assert [read_state(path)[0] for path in slabs_in(spool.directory, (SEALED,))] == [1, 2, 3]
+
+
+def test_slabs_of_deletes_are_taken_first(dataset: Any, spool: Spool) -> None:
+    put(spool, dataset, "a:0", experts(0))
+    delete(spool, "prefix", "a")
+    put(spool, dataset, "a:1", experts(1))
+    assert [read_state(path)[0] for path in sealed(spool)] == [2, 1]
+
+
+# ---- deletes
+
+
+def marks(root: Path) -> list[list[dict[str, Any]]]:
+    return [json.loads(path.read_text()) for path in sorted((root / "_rr/tombstones").glob("*"))]
+
+
+def shown(dataset: Any) -> dict[str, int]:
+    return {head.request_id: head.rows[-1].t_submit for head in dataset.heads(list(dataset.ids()))}
+
+
+def test_the_deletes_of_a_slab_are_one_file_with_their_very_stamps(tmp_path: Path, dataset: Any, spool: Spool) -> None:
+    stamps = [
+        delete(spool, "prefix", "a:1"),
+        delete(spool, "all", "", "run-1"),
+        delete(spool, "prefix", {"gen_id": "2"}),
+    ]
+    (path,) = sealed(spool)
+    assert publisher_of(dataset).publish(path).records == 0
+    assert read_state(path)[1] == PUBLISHED
+    (found,) = marks(tmp_path / "ds")
+    assert [(mark["kind"], mark["text"], mark["run"], mark["t_del"]) for mark in found] == [
+        ("prefix", "a:1", None, stamps[0]), ("all", "", "run-1", stamps[1]), ("prefix", {"gen_id": "2"}, None, stamps[2])
+    ]  # fmt: skip
+    assert all(stamps[0] >> 16 <= mark["made"] <= wall_ms() for mark in found)
+
+
+def test_earlier_puts_die_and_later_ones_live_whichever_slab_comes_first(tmp_path: Path) -> None:
+    for order in (1, -1):
+        base = tmp_path / str(order)
+        base.mkdir()
+        dataset = rr.create_dataset(base / "ds", SPEC)
+        spool = make_spool(base, dataset)
+        put(spool, dataset, "a:1", experts(1))
+        put(spool, dataset, "b:1", experts(2))
+        delete(spool, "prefix", "a")
+        alive = {"a:1": put(spool, dataset, "a:1", experts(3)), "a:2": put(spool, dataset, "a:2", experts(4))}
+        delete(spool, "prefix", "b:1")
+        slabs = sealed(spool)
+        assert len(slabs) == 2
+        for _ in range(2):  # and once more, as after a kill
+            for path in slabs[::order]:
+                publisher_of(dataset).publish(path)
+        assert shown(dataset) == alive
+        assert not (base / "ds/data_id=b").exists()
+        np.testing.assert_array_equal(dataset.get("a:1").routed_experts, experts(3))
+        spool.close(remove=True)
+
+
+def test_a_delete_removes_what_others_have_published(tmp_path: Path, dataset: Any, spool: Spool) -> None:
+    other = make_spool(tmp_path, dataset, "f" * 16)
+    put(other, dataset, "a:1", experts(1))
+    put(other, dataset, "b:1", experts(2))
+    for path in sealed(other):
+        publisher_of(dataset).publish(path)
+    other.close(remove=True)
+    delete(spool, "prefix", "a")
+    for path in sealed(spool):
+        publisher_of(dataset).publish(path)
+    assert [path.name for path in (tmp_path / "ds").glob("data_id=*")] == ["data_id=b"]
+
+
+def test_a_storage_that_fails_behind_the_tombstone_gets_no_second_one(
+    tmp_path: Path, dataset: Any, spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StorageError(5, "Input/output error")
+
+    delete(spool, "prefix", "a")
+    (path,) = sealed(spool)
+    publisher = publisher_of(dataset)
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher_module, "remove_covered", fail)
+        for _ in range(3):
+            with pytest.raises(StorageError):
+                publisher.publish(path)
+    assert read_state(path)[1] == SEALED
+    publisher.publish(path)
+    assert read_state(path)[1] == PUBLISHED
+    assert len(marks(tmp_path / "ds")) == 1
+
+
+def test_deletes_of_a_slab_whose_drops_are_too_old_count(tmp_path: Path, dataset: Any, spool: Spool) -> None:
+    spool._clock = HybridClock(lambda: wall_ms() - 8 * 86400 * 1000)
+    drop = spool.reserve(DROP, 0, b"a:1", b'{"status":"dropped"}', tokens=9, payload_bytes=0)
+    assert drop is not None
+    spool.commit(drop)
+    delete(spool, "prefix", "b")
+    (path,) = sealed(spool)
+    assert publisher_of(dataset).publish(path).set_aside
+    assert len(marks(tmp_path / "ds")) == 1
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.sampled_from(["a:1:0", "a:1:1", "a:2:0", "b:1:0", "b:2:1"])),
+        st.tuples(st.just("prefix"), st.sampled_from(["a", "a:1", "b:1:0", "b"])),
+        st.tuples(st.just("clear"), st.just("")),
+        st.tuples(st.just("seal"), st.just("")),
+    ),
+    max_size=12,
+)
+
+
+@given(steps=STEPS, data=st.data(), last=st.booleans())
+def test_any_order_of_puts_deletes_slabs_and_replays_ends_as_the_model(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, str]], data: st.DataObject, last: bool
+) -> None:
+    base = tmp_path_factory.mktemp("order")
+    dataset = rr.create_dataset(base / "ds", SPEC, keep="last_turn" if last else "all")
+    spool = make_spool(base, dataset)
+    puts: list[tuple[str, int]] = []
+    gone: list[tuple[list[str], int]] = []
+    for number, (kind, what) in enumerate(steps):
+        if kind == "put" and spool._take(0, control=False) is not None:
+            puts.append((what, put(spool, dataset, what, experts(number))))
+        elif kind == "prefix" and spool._take(0, control=True) is not None:
+            gone.append((what.split(":"), delete(spool, "prefix", what)))
+        elif kind == "clear" and spool._take(0, control=True) is not None:
+            gone.append(([], delete(spool, "all", "", "run-1")))
+        elif kind == "seal":
+            spool.close_active()
+    slabs = sealed(spool)
+    publisher = publisher_of(dataset)
+    for path in data.draw(st.permutations([*slabs, *slabs])):
+        publisher.publish(path)
+    publisher.close()
+    alive: dict[str, int] = {}
+    for what, stamp in puts:
+        parts = what.split(":")
+
+        def dies(prefix: list[str], until: int, parts: list[str] = parts, stamp: int = stamp) -> bool:
+            if stamp > until:
+                return False
+            if last and len(prefix) == 3:  # it names a turn, and covers those up to it
+                return prefix[:2] == parts[:2] and int(parts[2]) <= int(prefix[2])
+            return parts[: len(prefix)] == prefix
+
+        left_behind = last and any(
+            later > stamp and other.split(":")[:2] == parts[:2] and int(other.split(":")[2]) > int(parts[2])
+            for other, later in puts
+        )
+        if not left_behind and not any(dies(*each) for each in gone):
+            alive[what] = max(stamp, alive.get(what, 0))
+    assert shown(dataset) == alive
+    spool.close(remove=True)

@@ -73,6 +73,11 @@ def storage(tmp_path: Path) -> Storage:
         ("prefix", {"gen_id": 2}, ["a:2", "b:2:1"], ["a:1", "a"]),
         ("ids", ("a:1", "c:5#2"), ["a:1", "c:5#2"], ["a:1:0", "a:1#0", "c:5"]),
         ("all", "", ["a", "b:1:2:3#4"], []),
+        ("glob", "m*_1", ["math_1", "m_1:2:3", "math_1#2"], ["math_10", "xm_1", "math"]),
+        ("glob", "a:*", ["a:1", "a:10:0"], ["a", "b:1", "ab:1"]),
+        ("glob", "[ab]:?", ["a:1", "b:2:3"], ["a:10", "c:1", "a"]),
+        ("glob", "[!a]*:1#3", ["b:1#3", "cd:1:0#3"], ["b:1", "a:1#3", "b:1#4"]),
+        ("glob", "*", ["a", "a:1", "b#1"], []),
     ],
 )
 def test_covers_rows(kind: str, text: Any, covered: list[str], left: list[str]) -> None:
@@ -105,7 +110,14 @@ TEXTS = st.one_of(
     st.tuples(st.just("prefix"), st.sampled_from([{"gen_id": 1}, {"data_id": "b"}, {"choice": 1}, {"turn_id": 2}])),
     st.tuples(st.just("ids"), st.lists(IDS, min_size=1, max_size=3).map(tuple)),
     st.tuples(st.just("all"), st.just("")),
+    st.tuples(st.just("glob"), st.sampled_from(["?", "*:1", "[bc]", "a:*:*"])),
 )
+GLOBS = {
+    "?": lambda have: True,
+    "*:1": lambda have: have["gen_id"] == "1",
+    "[bc]": lambda have: have["data_id"] in ("b", "c"),
+    "a:*:*": lambda have: have["data_id"] == "a" and None not in (have["gen_id"], have["turn_id"]),
+}
 MARKS = st.lists(st.tuples(TEXTS, st.integers(0, 9), st.sampled_from([None, "r", "s"])), max_size=6)
 ROWS = st.lists(st.tuples(IDS, st.integers(0, 9), st.sampled_from(["r", "s"])), min_size=1, max_size=6)
 
@@ -118,11 +130,13 @@ def is_covered(each: Row, mark: Tombstone) -> bool:
         return each.request_id in mark.text
     if mark.kind == "all":
         return True
+    have = {**dict(zip(KEYS.components, each.components, strict=True)), "choice": each.choice}
+    if mark.kind == "glob":
+        return GLOBS[mark.text](have)
     pins = mark.text
     if isinstance(pins, str):
         base, _, choice = pins.partition("#")
         pins = {**dict(zip(KEYS.components, base.split(":"), strict=False)), **({"choice": choice} if choice else {})}
-    have = {**dict(zip(KEYS.components, each.components, strict=True)), "choice": each.choice}
     return all(str(have[name]) == str(value) for name, value in pins.items())
 
 
@@ -165,6 +179,12 @@ def test_against_the_definition(marks: list, rows: list, depth: int) -> None:
         ("prefix", "a:1", None, "data_id=a/gen_id=10", False),
         ("prefix", {"gen_id": 1}, None, "data_id=b/gen_id=1", True),
         ("prefix", "a:1:0", None, "data_id=a/gen_id=1", False),
+        ("glob", "[ab]*", None, "data_id=ax", True),
+        ("glob", "[ab]*", None, "data_id=c", False),
+        ("glob", "a:*", None, "data_id=a", False),
+        ("glob", "*:1?", None, "data_id=a/gen_id=10", True),
+        ("glob", "*:1?", None, "data_id=a/gen_id=1", False),
+        ("glob", "*:*", None, "data_id=a/gen_id=__HIVE_DEFAULT_PARTITION__", False),
     ],
 )
 def test_covers_shards_by_name(kind: str, text: Any, run: str | None, partition: str, whole: bool) -> None:
@@ -187,6 +207,9 @@ def test_covers_shards_by_name(kind: str, text: Any, run: str | None, partition:
         ("prefix", "a", "data_id=a/gen_id=3", True),
         ("prefix", "a:1", "data_id=a/gen_id=3", False),
         ("prefix", {"gen_id": 1}, "data_id=a/gen_id=3", False),
+        ("glob", "a*:7", "data_id=ab", True),
+        ("glob", "a*:7", "data_id=b", False),
+        ("glob", "a*:7", "data_id=a/gen_id=8", False),
     ],
 )
 def test_applied_names_those_that_reach_in(kind: str, text: Any, partition: str, reaches: bool) -> None:
@@ -196,6 +219,47 @@ def test_applied_names_those_that_reach_in(kind: str, text: Any, partition: str,
     marks = TombstoneSet(KeyScheme.fastdeploy(len(pairs)), [mark])
     assert marks.applied(pairs, 100) == ((mark.uuid,) if reaches else ())
     assert marks.applied(pairs, 101) == ()
+
+
+TURN = KEYS.components.index("turn_id")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "covered", "left"),
+    [
+        ("ids", ("a:1:2:0", "b:0"), ["a:1:0:0", "a:1:2:0", "b:0"], ["a:1:3:0", "a:1:1:1", "a:2:1:0", "a:1:1:0#1", "a:1", "b:0:1"]),
+        ("prefix", "a:1:2", ["a:1:0", "a:1:2:7", "a:1:1:0#3"], ["a:1:3", "a:1", "a", "a:2:1", "b:1:1"]),
+        ("prefix", {"turn_id": 1}, ["a:1:0", "b:7:1:2"], ["a:1:2", "a:1"]),
+        ("prefix", "a:1:2#3", ["a:1:0#3", "a:1:2#3"], ["a:1:0", "a:1:3#3"]),
+        ("prefix", "a:1", ["a:1:0", "a:1:9", "a:1"], ["a:2:0"]),
+        ("glob", "?:*:1", ["a:1:0", "b:2:1:5"], ["a:1:2", "a:1", "ab:1:0"]),
+        ("glob", "a:*:*", ["a:1:0", "a:1:9"], ["a:1", "b:1:0"]),
+        ("all", "", ["a:1:3", "a"], []),
+    ],
+)  # fmt: skip
+def test_where_only_the_last_turn_is_kept_a_mark_covers_the_lower_ones(
+    kind: str, text: Any, covered: list[str], left: list[str]
+) -> None:
+    marks = TombstoneSet(KEYS, [tombstone(kind, text)], TURN)
+    assert [i for i in covered + left if marks.covers(row(i))] == covered
+    assert not any(marks.covers(row(i, 101)) for i in covered)
+    of_run = TombstoneSet(KEYS, [tombstone(kind, text, run="r")], TURN)
+    assert [i for i in covered + left if of_run.covers(row(i, run="r"))] == covered
+    assert not any(of_run.covers(row(i, run="s")) for i in covered)
+
+
+def test_a_turn_never_covers_a_whole_shard_by_its_name() -> None:
+    pairs = (("data_id", "a"),)
+    assert not TombstoneSet(KEYS, [tombstone("prefix", {"turn_id": 9})], TURN).covers_shard(shard(1, 2), pairs)
+    assert TombstoneSet(KEYS, [tombstone("prefix", "a")], TURN).covers_shard(shard(1, 2), pairs)
+    assert TombstoneSet(KEYS, [tombstone("ids", ("a:1:2",))], TURN).applied(pairs, 1) == (f"{1:032x}",)
+
+
+def test_some_turns_by_pattern_are_no_last_turn(storage: Storage, tmp_path: Path) -> None:
+    put(tmp_path, name(1), tombstone("glob", "a:1:[12]"))
+    assert list_tombstones(storage, TombstoneCache(KEYS)).covers(row("a:1:2"))
+    with pytest.raises(FormatError, match=r"name one turn_id, or take \*"):
+        list_tombstones(storage, TombstoneCache(KEYS, TURN))
 
 
 def test_one_uuid_is_one_tombstone_and_applied_is_sorted() -> None:
@@ -260,6 +324,8 @@ def test_a_file_that_vanishes_before_it_is_read_is_an_error(
         {"kind": "ids", "text": [3]},
         {"kind": "ids", "text": [[]]},
         {"kind": "all", "text": None},
+        {"kind": "glob", "text": ["a"]},
+        {"kind": "glob", "text": "a::1"},
     ],
 )
 def test_damage_is_named(storage: Storage, tmp_path: Path, change: dict[str, Any]) -> None:
