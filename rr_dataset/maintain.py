@@ -103,26 +103,26 @@ class Steward:
             if item.name.tmax > done
         ]
         now_ms = self._now_ms()
-        until_ms = cut_ms(shards, fmt, now_ms)
-        if until_ms is None or pack(until_ms, COUNTER_MAX) <= done:
+        until = cut(shards, fmt, now_ms)
+        if until is None or until <= done:
             return DeleteReport()
-        tombstone = Tombstone(uuid.uuid4().hex, "all", "", None, pack(until_ms, COUNTER_MAX), now_ms)
+        tombstone = Tombstone(uuid.uuid4().hex, "all", "", None, until, now_ms)
         write_tombstones(self._storage, [tombstone], now_ms)
         return remove_covered(self._storage, fmt, [tombstone], earlier)
 
 
-def cut_ms(shards: Sequence[Listed], fmt: DatasetFormat, now_ms: int) -> int | None:
-    """Up to which moment, Unix time, everything is to go; None: nothing. Pure."""
-    cut: int | None = None
+def cut(shards: Sequence[Listed], fmt: DatasetFormat, now_ms: int) -> int | None:
+    """The clock stamp up to which everything is to go; None: nothing is. Pure."""
+    until: int | None = None
     if fmt.ttl_s is not None:
         step = max(1, int(fmt.ttl_s * 1000 / STEPS))
         oldest = (now_ms - int(fmt.ttl_s * 1000)) // step * step
         if any(millis(item.name.tmin) <= oldest for item in shards):
-            cut = oldest
+            until = pack(oldest, COUNTER_MAX)
     if fmt.max_bytes is not None and sum(item.entry.size for item in shards) > fmt.max_bytes:
         room = fmt.max_bytes - fmt.max_bytes // STEPS
         for item in sorted(shards, key=lambda item: item.name.tmax, reverse=True):
             room -= item.entry.size
             if room < 0:
-                return max(cut or 0, millis(item.name.tmax))
-    return cut
+                return max(until or 0, item.name.tmax)
+    return until
