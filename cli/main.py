@@ -15,7 +15,7 @@ import typer
 
 from rr_dataset.errors import RoutingDatasetError, RoutingDatasetWarning
 
-from . import datasets, demo, doctor, output, records, recover, verify
+from . import datasets, demo, doctor, exchange, output, records, recover, stats, verify
 
 app = typer.Typer(
     name="rr-dataset",
@@ -28,9 +28,13 @@ app.command()(datasets.create)
 app.command()(datasets.info)
 app.command()(datasets.ls)
 app.command()(records.get)
+app.command()(stats.stats)
 app.command()(doctor.doctor)
 app.command()(recover.recover)
 app.command()(verify.verify)
+app.command()(exchange.copy)
+app.command("import")(exchange.import_fastdeploy)
+app.command()(exchange.export)
 app.command()(demo.demo)
 
 

@@ -12,6 +12,7 @@ import typer
 
 from rr_dataset import RecordHead, RoutingRecord, open_dataset
 from rr_dataset.clock import millis
+from rr_dataset.interchange.export import record_arrays
 
 from . import output
 from .options import Json, Uri, parse_layers, parse_tokens
@@ -84,21 +85,6 @@ def record_json(record: RoutingRecord) -> dict[str, Any]:
         "token_ids": None if record.token_ids is None else record.token_ids.tolist(),
         "logprobs": logprobs and [value if math.isfinite(value) else None for value in logprobs],
     }
-
-
-def record_arrays(record: RoutingRecord) -> dict[str, Any]:
-    """The arrays of the .npz file; `present` [layers, tokens] is False where the ids are missing and mean nothing."""
-    arrays = {
-        "request_id": np.array(record.request_id),
-        "status": np.array(record.status),
-        "layers": np.array(record.layers, np.int32),
-        "token_ranges": np.array(record.token_ranges, np.int64).reshape(-1, 2),
-        "routed_experts": record.routed_experts,
-        "present": record.present(),
-        "token_ids": record.token_ids,
-        "logprobs": record.logprobs,
-    }
-    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def record_facts(record: RoutingRecord) -> Mapping[str, object]:

@@ -54,6 +54,10 @@ if TYPE_CHECKING:
     from rr_dataset.garbage import GarbageReport, collect_garbage
     from rr_dataset.maintain import MaintainReport, maintain
     from rr_dataset.recovery import SpoolReport, recover
+    from rr_dataset.interchange.bundle import CopyReport, copy
+    from rr_dataset.interchange.export import ExportReport, export
+    from rr_dataset.interchange.fastdeploy import ImportReport, Refused, import_fastdeploy
+    from rr_dataset.stats import LayerLoad, expert_counts, layer_loads, to_long
     from rr_dataset.verify import Problem, VerifyReport, verify
     from rr_dataset.writer import FlushReport, Receipt, RoutingWriter
 
@@ -75,6 +79,17 @@ _LAZY = {
     "Finding": "rr_dataset.doctor",
     "doctor": "rr_dataset.doctor",
     "open_dataset": "rr_dataset.dataset",
+    "CopyReport": "rr_dataset.interchange.bundle",
+    "copy": "rr_dataset.interchange.bundle",
+    "ExportReport": "rr_dataset.interchange.export",
+    "export": "rr_dataset.interchange.export",
+    "ImportReport": "rr_dataset.interchange.fastdeploy",
+    "Refused": "rr_dataset.interchange.fastdeploy",
+    "import_fastdeploy": "rr_dataset.interchange.fastdeploy",
+    "LayerLoad": "rr_dataset.stats",
+    "expert_counts": "rr_dataset.stats",
+    "layer_loads": "rr_dataset.stats",
+    "to_long": "rr_dataset.stats",
     "Problem": "rr_dataset.verify",
     "VerifyReport": "rr_dataset.verify",
     "verify": "rr_dataset.verify",
@@ -87,20 +102,24 @@ _LAZY = {
 
 __all__ = [
     "CompactReport",
+    "CopyReport",
     "CorruptShardError",
     "CorruptSpoolError",
     "DatasetInfo",
     "DatasetNotFoundError",
     "DeleteReport",
+    "ExportReport",
     "Finding",
     "FlushReport",
     "FlushTimeoutError",
     "FormatError",
     "GarbageReport",
+    "ImportReport",
     "InvalidInputError",
     "InvalidRequestIdError",
     "InvalidRoutingError",
     "KeyScheme",
+    "LayerLoad",
     "MaintainReport",
     "NewerFormatError",
     "NotFoundError",
@@ -113,6 +132,7 @@ __all__ = [
     "RecordHead",
     "RecordNotFoundError",
     "RecordTooLargeError",
+    "Refused",
     "RoutingDataset",
     "RoutingDatasetError",
     "RoutingDatasetWarning",
@@ -133,14 +153,20 @@ __all__ = [
     "WriterOptions",
     "collect_garbage",
     "compact",
+    "copy",
     "create_dataset",
     "delete",
     "delete_prefix",
     "doctor",
+    "expert_counts",
+    "export",
+    "import_fastdeploy",
+    "layer_loads",
     "maintain",
     "open_dataset",
     "plan_compaction",
     "recover",
+    "to_long",
     "verify",
 ]
 

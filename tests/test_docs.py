@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 
@@ -82,6 +84,11 @@ def test_the_examples_run_in_order(
         exec(compile(code, "<README>", "exec"), names)
     assert names["record"].status == "complete"
     assert names["batch"][0].routed_experts.shape == (15, 256, 8)
+    by_loop = Counter((layer, int(expert)) for layer in (3, 4) for expert in names["record"].layer(layer).ravel())
+    assert {(layer, expert): chosen for layer, expert, chosen in names["load"]} == by_loop
+    dead = {layer: 256 - len(np.unique(names["record"].layer(layer))) for layer in range(3, 61)}
+    assert {layer: count for layer, version, _, count in names["balance"] if version == "step-120"} == dead
+    assert names["sizes"] == [("math_17_epoch_0", "complete", 1, 512)]
     ran = 0
     for arguments in commands():
         if any(word in shlex.join(["rr-dataset", *arguments]) for word in NOT_RUN):
@@ -98,7 +105,7 @@ def test_the_examples_run_in_order(
 
 def test_comments_in_the_examples_say_what_comes_out(tmp_path: Path) -> None:
     names: dict[str, Any] = {}
-    writing, reading = blocks("python")
+    writing, reading, _ = blocks("python")
     exec(compile(writing.replace(f'"{EXAMPLE_DIR}/', f'"{tmp_path}/'), "<README>", "exec"), names)
     exec(compile(reading.replace(f'"{EXAMPLE_DIR}/', f'"{tmp_path}/'), "<README>", "exec"), names)
     checked = 0
