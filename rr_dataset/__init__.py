@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     from rr_dataset.doctor import Finding, doctor
     from rr_dataset.follow import PollCursor
     from rr_dataset.garbage import GarbageReport, collect_garbage
-    from rr_dataset.maintain import MaintainReport, maintain
-    from rr_dataset.recovery import SpoolReport, recover
     from rr_dataset.interchange.bundle import CopyReport, copy
     from rr_dataset.interchange.export import ExportReport, export
     from rr_dataset.interchange.fastdeploy import ImportReport, Refused, import_fastdeploy
+    from rr_dataset.maintain import MaintainReport, maintain
+    from rr_dataset.recovery import SpoolReport, recover
     from rr_dataset.stats import LayerLoad, expert_counts, layer_loads, to_long
     from rr_dataset.verify import Problem, VerifyReport, verify
     from rr_dataset.writer import FlushReport, Receipt, RoutingWriter
