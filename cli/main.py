@@ -15,7 +15,7 @@ import typer
 
 from rr_dataset.errors import RoutingDatasetError, RoutingDatasetWarning
 
-from . import datasets, demo, doctor, exchange, output, records, recover, stats, verify
+from . import datasets, delete, demo, doctor, exchange, output, records, recover, stats, upkeep, verify
 
 app = typer.Typer(
     name="rr-dataset",
@@ -29,12 +29,16 @@ app.command()(datasets.info)
 app.command()(datasets.ls)
 app.command()(records.get)
 app.command()(stats.stats)
+app.command()(delete.delete)
 app.command()(doctor.doctor)
 app.command()(recover.recover)
 app.command()(verify.verify)
 app.command()(exchange.copy)
 app.command("import")(exchange.import_fastdeploy)
 app.command()(exchange.export)
+app.command()(upkeep.compact)
+app.command()(upkeep.gc)
+app.command()(upkeep.maintain)
 app.command()(demo.demo)
 
 

@@ -11,6 +11,8 @@ _LAYER_RUN = re.compile("([0-9]+)(?:-([0-9]+))?")
 _DURATION = re.compile("([0-9]+(?:[.][0-9]+)?)([smhd]?)")
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _TOKEN_RANGE = re.compile("([0-9]*):([0-9]*)")
+_SIZE = re.compile("([0-9]+)[ ]*([kmgt]?)(i?)b?", re.IGNORECASE)
+_PART = re.compile("([0-9]+)/([0-9]+)")
 
 
 def parse_layers(text: str) -> list[int]:
@@ -42,5 +44,24 @@ def parse_duration(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
+def parse_size(text: str) -> int:
+    """`64MiB` -> 67108864, `1GB` -> 1000000000, `100` -> 100."""
+    match = _SIZE.fullmatch(text.strip())
+    size = int(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " ") if match else 0
+    if not size:
+        raise typer.BadParameter(f"{text!r}: expected a size such as 64MiB or 1GB")
+    return size
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """`2/3` -> (2, 3), the second of three parts."""
+    match = _PART.fullmatch(text.strip())
+    part = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= part[0] <= part[1]:
+        raise typer.BadParameter(f"{text!r}: expected I/N such as 1/4, with I from 1 to N")
+    return part
+
+
 Uri = Annotated[str, typer.Argument(metavar="URI", help="The dataset: a path or file://", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="One line of JSON, for machines")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing, say what would be done")]
