@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stored import Stored, expected
-
 import rr_dataset as rr
 from rr_dataset.compact import compact_with
 from rr_dataset.compactor import Compactor, CompactReport
 from rr_dataset.garbage import Collector, GarbageReport
 from rr_dataset.lookup import Lookup
 from rr_dataset.record import RowData
+from tests.stored import Stored, expected
 
 Seen = dict[str, tuple[bytes, bytes, str]]
 GRACE_MS = 600_000

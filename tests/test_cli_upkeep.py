@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import typer
-from lifecycle import fill, now_ms, seen, shards
-from stored import Stored
 
 import rr_dataset as rr
 from cli.main import main
 from cli.options import parse_part, parse_size
 from cli.upkeep import _TARGET
 from rr_dataset.compact_plan import TARGET_BYTES
+from tests.lifecycle import fill, now_ms, seen, shards
+from tests.stored import Stored
 
 
 @pytest.fixture

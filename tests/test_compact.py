@@ -9,8 +9,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from lifecycle import GRACE_MS, LATER_MS, collect_at, compact_at, fill, now_ms, record_ids, seen, shards
-from stored import SPEC, Stored
 
 import rr_dataset as rr
 from rr_dataset.compact_plan import Task
@@ -22,6 +20,8 @@ from rr_dataset.shard import ShardBuilder, read_index
 from rr_dataset.shard import read as shard_read
 from rr_dataset.storage import open_storage
 from rr_dataset.storage.local import LocalStorage
+from tests.lifecycle import GRACE_MS, LATER_MS, collect_at, compact_at, fill, now_ms, record_ids, seen, shards
+from tests.stored import SPEC, Stored
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lifecycle import GRACE_MS, LATER_MS, collect_at, compact_at, now_ms, seen
-from stored import Stored
 
 from rr_dataset.folding import fold, removable_files
 from rr_dataset.keys import KeyScheme
@@ -18,6 +16,8 @@ from rr_dataset.layout import GC_DIR, TOMBSTONE_DIR
 from rr_dataset.record import Row
 from rr_dataset.storage import open_storage
 from rr_dataset.tombstones import Tombstone, TombstoneCache, TombstoneSet, list_tombstones
+from tests.lifecycle import GRACE_MS, LATER_MS, collect_at, compact_at, now_ms, seen
+from tests.stored import Stored
 
 MINUTE_MS = 60_000
 TTL_MS = 7 * 86_400_000

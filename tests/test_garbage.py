@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
-from lifecycle import GRACE_MS, LATER_MS, collect_at, compact_at, fill, now_ms, seen, shards
-from stored import Stored
 
 import rr_dataset as rr
 from rr_dataset.garbage import GarbageReport
 from rr_dataset.layout import MARGIN_S
+from tests.lifecycle import GRACE_MS, LATER_MS, collect_at, compact_at, fill, now_ms, seen, shards
+from tests.stored import Stored
 
 
 @pytest.fixture

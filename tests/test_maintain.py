@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lifecycle import now_ms, seen, shards
-from stored import SPEC, Stored
 
 import rr_dataset as rr
 from rr_dataset.clock import COUNTER_MAX, pack
@@ -20,6 +18,8 @@ from rr_dataset.lookup import Lookup
 from rr_dataset.maintain import STEPS, MaintainReport, Steward, cut
 from rr_dataset.snapshot import Listed
 from rr_dataset.storage import Entry
+from tests.lifecycle import now_ms, seen, shards
+from tests.stored import SPEC, Stored
 
 DAY_MS = 86_400_000
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from lifecycle import LATER_MS, compact_at, now_ms, seen, shards
-from stored import SPEC, Stored
 
 import rr_dataset as rr
 from rr_dataset import merge as merging
 from rr_dataset.merge import Codec
 from rr_dataset.shard import Scratch, ShardBuilder, read_index
 from rr_dataset.storage import open_storage
+from tests.lifecycle import LATER_MS, compact_at, now_ms, seen, shards
+from tests.stored import SPEC, Stored
 
 
 @pytest.fixture
