@@ -166,7 +166,8 @@ class _Run:
         yield from self._level("", self._format.keys.components[: self._format.keys.partition_by])
         for writer in sorted(self._storage.list_dirs(STAGING_DIR)):
             path = f"{STAGING_DIR}/{writer}"
-            old = [entry for entry in self._storage.list(path) if self._now_s - entry.mtime_s > MARGIN_S]
+            limit_s = MARGIN_S + self._format.max_clock_skew_s
+            old = [entry for entry in self._storage.list(path) if self._now_s - entry.mtime_s > limit_s]
             if old:
                 size = sum(entry.size for entry in old)
                 text = f"{len(old)} unfinished files, {size} bytes, older than {MARGIN_S:.0f} s; gc removes them"

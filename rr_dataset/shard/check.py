@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +19,9 @@ import xxhash
 
 from rr_dataset.errors import CorruptShardError
 from rr_dataset.keys import KeyScheme
-from rr_dataset.record import Row
+from rr_dataset.record import RoutingSpec, Row
 from rr_dataset.schema import LAYER_COLUMN, VECTORS, scalar_schema, shard_schema
+from rr_dataset.selection import stretches
 from rr_dataset.shard.index import ShardIndex, Source
 from rr_dataset.shard.read import TileRead, VectorRead, read_tiles
 from rr_dataset.shard.stream import SourceFile
@@ -90,7 +92,9 @@ def _tiling(index: ShardIndex) -> Iterator[Fault]:
 
 
 def _schema(schema: pa.Schema, index: ShardIndex, keys: KeyScheme) -> Iterator[Fault]:
-    expected = shard_schema(index.spec, keys)
+    expected = _expected(index.spec, keys)
+    if schema.equals(expected, check_metadata=True):
+        return
     for field in expected:
         count = schema.names.count(field.name)
         if count != 1:
@@ -104,6 +108,11 @@ def _schema(schema: pa.Schema, index: ShardIndex, keys: KeyScheme) -> Iterator[F
     for key, value in expected.metadata.items():
         if _json(found.get(key)) != _json(value):
             yield Fault("arrow", None, f"schema metadata {key.decode()} is {found.get(key)!r:.200}, expected {value!r}")
+
+
+@lru_cache(maxsize=4)
+def _expected(spec: RoutingSpec, keys: KeyScheme) -> pa.Schema:
+    return shard_schema(spec, keys)
 
 
 def _json(text: bytes | None) -> Any:
@@ -150,10 +159,13 @@ class _Payload:
         spec = index.spec
         chosen = [index.rows[number] for number in rows]
         self._ends = [0, *itertools.accumulate(row.num_tokens for row in chosen)]
+        self._tokens = np.diff(self._ends)
         tokens = self._ends[-1]
         self._experts = np.zeros((spec.num_layers, tokens, spec.top_k), spec.dtype)
         self._vectors = {name: np.zeros(tokens, dtype) for name, dtype in _VECTOR_DTYPES.items()}
-        self._has = {LAYER_COLUMN % layer: [layer in row.layers for row in chosen] for layer in spec.moe_layers}
+        self._places = {LAYER_COLUMN % layer: place for place, layer in enumerate(spec.moe_layers)}
+        held = [frozenset(row.layers) for row in chosen]
+        self._has = {LAYER_COLUMN % layer: [layer in each for each in held] for layer in spec.moe_layers}
         for name in VECTORS:
             self._has[name] = [bool(getattr(row, f"has_{name}")) for row in chosen]
 
@@ -176,7 +188,7 @@ class _Payload:
         for i, number in enumerate(self._rows):
             row, (first, stop) = self._index.rows[number], self._ends[i : i + 2]
             span = (row.token_start, row.token_stop)
-            for start, end in _runs([layer in row.layers for layer in layers]):
+            for start, end in stretches(layers, row.layers):
                 tiles.append(TileRead(number, layers[start:end], *span, self._experts[start:end, first:stop]))
             for name, vector in self._vectors.items():
                 if getattr(row, f"has_{name}"):
@@ -193,7 +205,7 @@ class _Payload:
             return
         lengths, found = _content(column)
         per_token = 1 if name in VECTORS else self._experts.shape[2] * self._experts.itemsize
-        tokens = np.diff(self._ends) * has
+        tokens = self._tokens * has
         needed = (tokens * per_token).tolist()
         if lengths != needed:
             at = _first_difference(lengths, needed)
@@ -208,11 +220,8 @@ class _Payload:
 
     def _bytes(self, name: str, has: npt.NDArray[np.bool_]) -> Bytes:
         """What the index leads to, of the rows that have the column."""
-        layers = self._index.spec.moe_layers
-        whole = (
-            self._vectors[name] if name in VECTORS else self._experts[[LAYER_COLUMN % i for i in layers].index(name)]
-        )
-        kept = whole if has.all() else whole[np.repeat(has, np.diff(self._ends))]
+        whole = self._vectors[name] if name in VECTORS else self._experts[self._places[name]]
+        kept = whole if has.all() else whole[np.repeat(has, self._tokens)]
         return kept.reshape(-1).view(np.uint8)
 
     def _checksums(self) -> Iterator[Fault]:
@@ -267,12 +276,6 @@ def _content(column: pa.Array) -> tuple[list[int], Bytes]:
         return np.diff(offsets).tolist(), np.empty(0, np.uint8)
     first, stop = int(offsets[0]) * itemsize, int(offsets[-1]) * itemsize
     return np.diff(offsets).tolist(), np.frombuffer(data, np.uint8)[first:stop]
-
-
-def _runs(flags: list[bool]) -> Iterator[tuple[int, int]]:
-    """Where flags are set: start and stop of each run."""
-    edges = np.flatnonzero(np.diff([False, *flags, False])).tolist()
-    return zip(edges[::2], edges[1::2], strict=True)
 
 
 def _first_difference(a: list[Any], b: list[Any]) -> int:
