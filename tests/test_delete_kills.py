@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,10 +20,9 @@ import pytest
 import rr_dataset as rr
 from rr_dataset.publisher import UNPUBLISHED, slabs_in
 from tests.engines import experts
-from tests.spooled import delete, make_spool, publisher_of, put
+from tests.spooled import delete, make_spool, publisher_of, put, quick_folder
 from tests.stored import Stored
 
-MEMORY = "/dev/shm"  # nobody is killed by a power cut here, and a sync of a disk takes milliseconds
 CALLS = ("link", "unlink", "rmdir", "mkdir", "fsync", "scandir", "pwrite")
 OLD = ("a:1:0", "a:1:1", "a:2:0", "b:1:0", "b:2:0", "c:1:0")
 # (kind, what) in the order in which one writer does it: its later puts live
@@ -145,8 +143,8 @@ def directories(root: Path) -> set[str]:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir=MEMORY if Path(MEMORY).is_dir() else tmp_path) as name:
-        yield Path(name)
+    with quick_folder(tmp_path) as folder:
+        yield folder
 
 
 def test_a_killed_deleter_has_deleted_all_or_nothing(base: Path) -> None:
