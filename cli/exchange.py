@@ -37,7 +37,8 @@ def import_fastdeploy(
     as_json: Json = False,
 ) -> None:
     """Import the .pdtensor folders of FastDeploy's local store; exit code 3 if records are refused."""
-    report = rr.import_fastdeploy(uri, store, weight_version=weight_version, run_id=run)
+    with output.progress("import") as progress:
+        report = rr.import_fastdeploy(uri, store, weight_version=weight_version, run_id=run, progress=progress)
     if as_json:
         output.show_json(asdict(report))
     else:
@@ -77,7 +78,9 @@ def export(
     if (long or counts) and format != Format.PARQUET:
         raise typer.BadParameter("--long and --counts are Parquet", param_hint="--format")
     kind = "long" if long else "counts" if counts else format.value
-    report = rr.export(uri, out, kind, prefix, None if layers is None else parse_layers(layers))
+    chosen = None if layers is None else parse_layers(layers)
+    with output.progress("export") as progress:
+        report = rr.export(uri, out, kind, prefix, chosen, progress=progress)
     if as_json:
         output.show_json(asdict(report))
     else:
@@ -106,7 +109,8 @@ def copy(
 ) -> None:
     """Copy records, ids and all, into another dataset; what is there is not copied again."""
     ids = None if ids_file is None else [line for line in ids_file.read_text().splitlines() if line]
-    report = rr.copy(uri, destination, ids=ids, prefix=prefix, compression=compression)
+    with output.progress("copy") as progress:
+        report = rr.copy(uri, destination, ids=ids, prefix=prefix, compression=compression, progress=progress)
     if as_json:
         output.show_json(asdict(report))
     else:

@@ -33,7 +33,9 @@ def stats(
 ) -> None:
     """Count how often each expert was chosen, layer by layer."""
     plotter = None if plot is None else _Plotter()  # first, so that a missing package is told at once
-    loads = rr.layer_loads(uri, prefix, None if layers is None else parse_layers(layers))
+    chosen = None if layers is None else parse_layers(layers)
+    with output.progress("count") as progress:
+        loads = rr.layer_loads(uri, prefix, chosen, progress=progress)
     if plot is not None and plotter is not None:
         plotter.draw(loads, plot)
     if as_json:

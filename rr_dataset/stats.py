@@ -6,9 +6,9 @@ Both speak of records as `get` shows them: live tokens only, none twice, none th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,9 @@ import pyarrow as pa
 
 from rr_dataset.dataset import RoutingDataset, open_dataset
 from rr_dataset.errors import CorruptShardError, InvalidInputError
+from rr_dataset.layout import partition_path
 from rr_dataset.record import RecordHead, RoutingRecord, RoutingSpec
+from rr_dataset.verify import Progress
 
 READ_BYTES = 64 << 20  # of records that are in memory together, or one that is larger
 LONG_ROWS = 1 << 17  # of a record batch of the long form
@@ -27,9 +29,37 @@ _PLAIN_KEYS = ("layer", "weight_version", "run_id", "request_id")
 
 
 def read_records(
+    dataset: RoutingDataset,
+    prefix: str | Mapping[str, str | int] | None,
+    layers: Sequence[int] | None,
+    progress: Progress | None = None,
+) -> Iterator[RoutingRecord]:
+    """All records under a prefix but the dropped ones, partition by partition, sorted within each; a few in memory.
+
+    progress: called with the bytes of the partitions that are done, and of all.
+    """
+    records = _read_records(dataset, prefix, layers)
+    return records if progress is None else _followed(records, dataset, prefix, progress)
+
+
+def _followed(
+    records: Iterable[RoutingRecord],
+    dataset: RoutingDataset,
+    prefix: str | Mapping[str, str | int] | None,
+    progress: Progress,
+) -> Iterator[RoutingRecord]:
+    sizes = {part.path: part.bytes for part in dataset.partitions(prefix)}
+    done, total = 0, sum(sizes.values())
+    for path, group in groupby(records, lambda record: partition_path(dataset.keys.partition(record.components))):
+        yield from group
+        done += sizes.get(path, 0)
+        progress(min(done, total), total)
+    progress(total, total)
+
+
+def _read_records(
     dataset: RoutingDataset, prefix: str | Mapping[str, str | int] | None, layers: Sequence[int] | None
 ) -> Iterator[RoutingRecord]:
-    """All records under a prefix but the dropped ones, partition by partition, sorted within each; a few in memory."""
     spec = dataset.spec
     share = len(spec.check_layers(layers)) / spec.num_layers
     ids = dataset.ids(prefix)
@@ -64,12 +94,14 @@ def expert_counts(
     by: Sequence[str] = ("layer", "weight_version"),
     layers: Sequence[int] | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> pa.Table:
     """How often each expert was chosen, as a table: the columns of `by`, then `expert` (int32) and `count` (int64).
 
     prefix: only records that it covers by component. layers: only these; None: all.
     by: what to count apart: "layer" (int32), "weight_version" (text, null where none is known), "run_id" (of the newest put),
         "request_id", and components of the key scheme (text); () counts all together.
+    progress: called with the bytes of the partitions that are done, and of all.
 
     There is a row for every expert, also for those with a count of 0. Rows are sorted by the columns of `by` (null last), then
     by expert. In memory are the counts, and at most 64 MiB of records or one that is larger.
@@ -81,7 +113,7 @@ def expert_counts(
     if isinstance(by, str) or unknown or len(set(by)) < len(by):
         raise InvalidInputError(f"by={by!r}: expected different names among {', '.join((*_PLAIN_KEYS, *components))}")
     counts: dict[tuple[Any, ...], npt.NDArray[np.int64]] = {}
-    for record in read_records(dataset, prefix, layers):
+    for record in read_records(dataset, prefix, layers, progress):
         values: dict[str, Any] = dict(zip(components, record.components, strict=True))
         values |= {"run_id": record.run_id, "request_id": record.request_id}
         for layer, version, ids in _pieces(record, apart="weight_version" in by):
@@ -159,10 +191,11 @@ def layer_loads(
     prefix: str | Mapping[str, str | int] | None = None,
     layers: Sequence[int] | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> tuple[LayerLoad, ...]:
     """The load of each layer that some record has, rising; see `expert_counts`."""
     spec = open_dataset(uri, storage_options=storage_options).spec
-    table = expert_counts(uri, prefix, ("layer",), layers, storage_options)
+    table = expert_counts(uri, prefix, ("layer",), layers, storage_options, progress)
     counts = table["count"].to_numpy().reshape(-1, spec.num_experts)
     found = table["layer"].to_numpy()[:: spec.num_experts]
     return tuple(

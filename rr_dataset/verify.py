@@ -43,7 +43,7 @@ from rr_dataset.storage import Entry, Storage
 from rr_dataset.tombstones import Pairs, TombstoneCache, TombstoneSet, list_tombstones
 
 Level = Literal["error", "note"]
-Progress = Callable[[int, int], None]  # bytes checked, bytes in all
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 NOTES = frozenset(("incomplete",))
 IN_SHARDS = frozenset(("shard", "name", "row", "arrow", "payload", "checksum", "experts", "tiling"))

@@ -75,6 +75,13 @@ def test_an_import_can_be_run_again(store: Path, uri: Path) -> None:
     assert rr.open_dataset(uri).info().rows == 6
 
 
+def test_progress_ends_at_all_bytes(store: Path, uri: Path) -> None:
+    told: list[tuple[int, int]] = []
+    rr.import_fastdeploy(uri, store, progress=lambda done, total: told.append((done, total)))
+    size = sum(path.stat().st_size for path in store.rglob("*.pdtensor"))
+    assert (len(told), told[-1], told) == (6, (size, size), sorted(told))
+
+
 def as_paddle(array: npt.NDArray[Any]) -> bytes:
     """What paddle.save makes of a numpy array, byte for byte but for the order of equal texts."""
     return pickle.dumps(array, protocol=4)

@@ -293,6 +293,22 @@ def test_a_shard_that_is_compacted_away_meanwhile(
         rr.copy(stored.root, tmp_path / "other")
 
 
+def test_progress_ends_at_all_bytes(stored: Stored, tmp_path: Path) -> None:
+    fill(stored)
+    size = sum(path.stat().st_size for path in stored.root.rglob("*.arrow"))
+    for work in (
+        lambda progress: rr.copy(stored.root, tmp_path / "copy", progress=progress),
+        lambda progress: rr.export(stored.root, tmp_path / "out", "npz", progress=progress),
+        lambda progress: rr.export(stored.root, tmp_path / "out", "counts", progress=progress),
+        lambda progress: rr.layer_loads(stored.root, progress=progress),
+    ):
+        told: list[tuple[int, int]] = []
+        work(lambda done, total, told=told: told.append((done, total)))
+        assert len(told) >= 3
+        assert told == sorted(told)
+        assert told[-1] == (size, size)
+
+
 def test_copies_that_make_no_sense(stored: Stored, tmp_path: Path) -> None:
     with pytest.raises(rr.InvalidInputError, match="both source and destination"):
         rr.copy(stored.root, stored.root)

@@ -30,6 +30,7 @@ from rr_dataset.layout import partition_path, quote_value
 from rr_dataset.record import RoutingRecord
 from rr_dataset.schema import LAYER_COLUMN
 from rr_dataset.stats import expert_counts, long_batches, long_schema, read_records
+from rr_dataset.verify import Progress
 
 FORMATS = ("npz", "safetensors", "parquet", "long", "counts")
 ROW_GROUP_BYTES = 32 << 20  # few enough to skip by their statistics, large enough to read fast
@@ -63,6 +64,7 @@ def export(
     prefix: str | Mapping[str, str | int] | None = None,
     layers: Sequence[int] | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> ExportReport:
     """Write all records, or those under a prefix, below the local folder `out`. Dropped ones are left out.
 
@@ -72,6 +74,7 @@ def export(
             order; row groups of 32 MiB, with statistics on ids and numbers.
         "long": Parquet of `to_long`. "counts": Parquet of `expert_counts` by layer and weight version, one file.
     layers: only these; None: all.
+    progress: called with the bytes of the partitions that are done, and of all.
 
     In memory are a few records, and one row group of Parquet. Raises InvalidInputError for an unknown format, and as
     `RoutingDataset.get_many`; OSError where `out` cannot be written.
@@ -80,12 +83,12 @@ def export(
         raise InvalidInputError(f"format={format!r}: expected one of {', '.join(FORMATS)}")
     dataset, folder = open_dataset(uri, storage_options=storage_options), Path(out)
     if format == "counts":
-        table = expert_counts(uri, prefix, layers=layers, storage_options=storage_options)
+        table = expert_counts(uri, prefix, layers=layers, storage_options=storage_options, progress=progress)
         path = folder / "counts.parquet"
         with _created(path) as file:
             pq.write_table(table, file, compression="zstd")
         return ExportReport(1, 0, path.stat().st_size)
-    records = read_records(dataset, prefix, layers)
+    records = read_records(dataset, prefix, layers, progress)
     if format in ("npz", "safetensors"):
         return _per_record(records, dataset.keys, folder, format)
     return _per_partition(records, dataset, folder, format, dataset.spec.check_layers(layers))

@@ -31,6 +31,7 @@ from rr_dataset.publish import PUBLISH_THREADS, publish_slab
 from rr_dataset.record import Range, RoutingSpec, Row, RowData
 from rr_dataset.storage import open_storage
 from rr_dataset.tombstones import TombstoneCache
+from rr_dataset.verify import Progress
 
 SLAB_BYTES = 64 << 20  # of records that are in memory together
 SUFFIX = ".pdtensor"
@@ -67,11 +68,13 @@ def import_fastdeploy(
     weight_version: str | None = None,
     run_id: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> ImportReport:
     """Put every record of a `RoutingStoreLocal` folder into the dataset at `uri`, which exists. Durable when it returns.
 
     store: its `local_store_dir`. Layer i of it is the i-th of the spec's `moe_layers`.
     weight_version, run_id: of all records; `run_id` None: as for a writer.
+    progress: called with the bytes of the files that are read, and of all.
 
     Each record's real length is found again: trailing rows of padding are cut off, such rows in between are `missing`. A
     record is refused, with the reason, where that is not certain: layers of different lengths or with different gaps, layers
@@ -89,7 +92,7 @@ def import_fastdeploy(
     writer, clock, refused = secrets.token_hex(8), HybridClock(), list[Refused]()
     imported = tokens = existing = 0
     with ThreadPoolExecutor(PUBLISH_THREADS, "rr-import") as pool:
-        for seq, found in enumerate(_slabs(_recovered(root, fmt, refused))):
+        for seq, found in enumerate(_slabs(_recovered(root, fmt, refused, progress))):
             heads = dataset.heads([each.request_id for each in found], on_missing="none")
             new = [each for each, head in zip(found, heads, strict=True) if head is None]
             rows = [_row(each, fmt, clock.tick(), writer, options.run_id, weight_version) for each in new]
@@ -146,8 +149,12 @@ def _row(
     return RowData(row, record.experts)
 
 
-def _recovered(root: Path, fmt: DatasetFormat, refused: list[Refused]) -> Iterator[_Recovered]:
+def _recovered(
+    root: Path, fmt: DatasetFormat, refused: list[Refused], progress: Progress | None
+) -> Iterator[_Recovered]:
     """The records of all folders, in the order of their paths; `refused` gets the others."""
+    total = 0 if progress is None else sum(path.stat().st_size for path in root.rglob(f"*{SUFFIX}"))
+    done = 0
     for place, folders, names in os.walk(root):
         folders.sort()
         folder = Path(place)
@@ -159,6 +166,9 @@ def _recovered(root: Path, fmt: DatasetFormat, refused: list[Refused]) -> Iterat
                 yield _record(folder, where, sorted(known), fmt)
             except (_RefusalError, FormatError, InvalidRequestIdError, OSError) as error:
                 refused.append(Refused(where, str(error)))
+            if progress is not None:
+                done += sum((folder / name).stat().st_size for name in known)
+                progress(min(done, total), total)
 
 
 def _record(folder: Path, where: str, names: Sequence[str], fmt: DatasetFormat) -> _Recovered:
