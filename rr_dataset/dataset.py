@@ -85,8 +85,8 @@ def create_dataset(
     grace_s: how long replaced files stay for readers that still use them; longer than any listing takes.
     storage_options: for the client of the store.
 
-    Raises SpecMismatchError when it exists with any other setting, InvalidInputError when it exists and not `exist_ok`,
-    or for a setting out of range.
+    Raises SpecMismatchError when it exists with any other setting, InvalidInputError when it exists and not `exist_ok`, when
+    `uri` is a folder that holds something else, or for a setting out of range.
     """
     if not isinstance(spec, RoutingSpec):
         raise InvalidInputError(f"spec={spec!r}: expected a RoutingSpec")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
+
 from rr_dataset.errors import (
     DatasetNotFoundError,
     FormatError,
@@ -9,8 +12,13 @@ from rr_dataset.errors import (
     ObjectNotFoundError,
     SpecMismatchError,
 )
-from rr_dataset.layout import FORMAT_PATH, STAGING_DIR, DatasetFormat
+from rr_dataset.layout import FORMAT_PATH, STAGING_DIR, DatasetFormat, parse_partition
 from rr_dataset.storage import Storage
+
+# What a folder may hold and still count as empty: leftovers of a creator that died, spools of writers that were given
+# this folder, and what file systems put there themselves.
+_NOT_CONTENT = re.compile(r"_rr|rr_dataset-[0-9]+|lost\+found|\.nfs.*|\.snapshot")
+_NAMED = 3  # names that an error spells out
 
 
 def read_format(storage: Storage) -> DatasetFormat:
@@ -30,10 +38,10 @@ def ensure_format(storage: Storage, wanted: DatasetFormat, *, exist_ok: bool = T
     """Write `wanted` unless there is a format, durably, and return what is there: of two creators one wins.
 
     Raises SpecMismatchError when what is there has any other setting, InvalidInputError when it was there and not
-    `exist_ok`.
+    `exist_ok`, or when there is no dataset and the folder holds something else.
     """
     try:
-        found = read_format(storage)
+        found = _read_or_refuse(storage)
     except DatasetNotFoundError:
         staging = f"create-{wanted.uuid}"
         storage.create(FORMAT_PATH, wanted.to_json(), staging=staging)
@@ -46,3 +54,23 @@ def ensure_format(storage: Storage, wanted: DatasetFormat, *, exist_ok: bool = T
         raise SpecMismatchError(f"{storage.uri} exists with other settings ({mismatch}): use them, or another place")
     storage.sync_dirs([FORMAT_PATH.rpartition("/")[0]])  # also for a creator that died before it did
     return found
+
+
+def _read_or_refuse(storage: Storage) -> DatasetFormat:
+    """As `read_format`; InvalidInputError where there is no dataset and no room to make one."""
+    with suppress(DatasetNotFoundError):
+        return read_format(storage)
+    names = [entry.name for entry in storage.list("")] + list(storage.list_dirs(""))
+    others = sorted(name for name in names if not _NOT_CONTENT.fullmatch(name))
+    try:
+        return read_format(storage)  # another creator's, whose writers may have published what was just listed
+    except DatasetNotFoundError:
+        if not others:
+            raise
+    shown = ", ".join(map(repr, others[:_NAMED])) + (f" and {len(others) - _NAMED} more" if len(others) > _NAMED else "")
+    lost = any(parse_partition(name) for name in others)
+    hint = f"; if it was a dataset, put its {FORMAT_PATH} back" if lost else ""
+    raise InvalidInputError(
+        f"{storage.uri} is no dataset and not empty, it holds {shown}: name a folder that is empty or not there yet, such as "
+        f"{storage.uri}/routing{hint}"
+    )

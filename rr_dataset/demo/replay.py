@@ -26,7 +26,7 @@ class Replay:
     rate: requests that finish per second, at random intervals; 0 puts them without a pause.
     seed: of the order in which they finish.
 
-    Raises SpecMismatchError if another dataset is there.
+    Raises SpecMismatchError if another dataset is there, InvalidInputError if something else is.
     """
 
     def __init__(self, uri: str, rate: float = 100.0, seed: int = 0) -> None:
