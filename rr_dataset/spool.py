@@ -350,11 +350,13 @@ def _make_directory(base: Path, writer: str) -> tuple[Path, int]:
     new = folder / f".{writer}"
     fd, made = -1, False
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            raise SpoolUnavailableError(f"{folder} belongs to somebody else; give spool_dir= of your own")
-        new.mkdir(mode=0o700)
-        made = True
+        while not made:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            with suppress(FileNotFoundError):  # the last writer that closed has just removed the folder
+                if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                    raise SpoolUnavailableError(f"{folder} belongs to somebody else; give spool_dir= of your own")
+                new.mkdir(mode=0o700)
+                made = True
         fd = os.open(new / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         new.rename(folder / writer)
@@ -370,9 +372,11 @@ def _make_directory(base: Path, writer: str) -> tuple[Path, int]:
 def remove_directory(directory: Path) -> None:
     """Delete a spool, its lock last: cut short anywhere, it is still one that a later writer can remove.
 
-    What cannot be deleted stays.
+    The folder of the user goes with his last spool. What cannot be deleted stays.
     """
     with suppress(OSError):
         for path in sorted(directory.iterdir(), key=lambda path: path.name == "lock"):
             path.unlink(missing_ok=True)
         directory.rmdir()
+        if directory.parent == spools_of(directory.parent.parent):
+            directory.parent.rmdir()

@@ -126,9 +126,10 @@ class Supervisor:
         while True:
             self._selector.select(max(deadline - time.monotonic(), 0))
             messages = self._channel.receive()
-            for message in messages or ():
+            for at, message in enumerate(messages or ()):
                 if message["kind"] == "hello":
                     self._start["format"] = message["format"]
+                    self._take((messages or ())[at + 1 :])
                     self._thread = threading.Thread(target=self._run, name="rr_dataset-supervisor", daemon=True)
                     self._thread.start()
                     return message
@@ -319,13 +320,7 @@ class Supervisor:
 
     def _listen(self) -> None:
         messages = self._channel.receive()
-        for message in messages or ():
-            if message["kind"] == "trouble":
-                self._note(_revive(message), message.get("seq"))
-            elif message["kind"] == "recovered":
-                self.recovered += message["records"]
-                if message["left"]:
-                    self.left.append(message["left"])
+        self._take(messages or ())
         with self._spool.changed:  # who waits for a batch finds it counted
             finished = self._spool.collect()
             if finished:
@@ -336,6 +331,15 @@ class Supervisor:
         self._call_waiters(finished)
         if messages is None:
             self._worker_ended()
+
+    def _take(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        for message in messages:
+            if message["kind"] == "trouble":
+                self._note(_revive(message), message.get("seq"))
+            elif message["kind"] == "recovered":
+                self.recovered += message["records"]
+                if message["left"] not in (None, *self.left):  # each worker names it again
+                    self.left.append(message["left"])
 
     def _note(self, error: errors.RoutingDatasetError, seq: int | None) -> None:
         if seq is None:

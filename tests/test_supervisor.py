@@ -59,6 +59,18 @@ def test_sending_never_waits_and_never_fails(ends: tuple[Channel, Channel]) -> N
     a.send("wake")
 
 
+def test_the_end_is_seen_though_a_copy_of_the_other_side_is_open(ends: tuple[Channel, Channel]) -> None:
+    a, b = ends
+    copy = os.dup(a.fileno())
+    a.send("end")
+    a.end()
+    a.close()
+    assert b.receive() == [{"kind": "end"}]
+    assert b.receive() is None
+    os.close(copy)
+    a.end()  # once more does no harm
+
+
 # ---- starting
 
 
@@ -178,6 +190,20 @@ def test_without_any_worker_everything_says_so_and_the_records_stay(
         until(lambda: not spools(place)[1:], "the next writer has taken the records over")
     assert stored_rows(root) == {"a:1": 1}
     assert spools(place) == []
+
+
+def test_a_worker_that_lived_long_enough_is_not_the_last_of_a_row(
+    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "MAX_RESTARTS", 1)
+    monkeypatch.setattr(supervisor_module, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(supervisor_module, "HEALTHY_S", 0.0)
+    with rr.RoutingWriter(tmp_path / "ds", options(place), create=SPEC) as writer:
+        for kills in range(1, 4):
+            os.kill(writer.stats().worker_pid, signal.SIGKILL)
+            until(lambda kills=kills: writer.stats().worker_restarts == kills, "another one is to be started")
+            until(lambda: alive(writer.stats().worker_pid), "it is")
+        writer.put("a:1", experts(1), "LTK").wait()
 
 
 async def wait_for(receipt: rr.Receipt) -> None:

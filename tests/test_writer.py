@@ -399,6 +399,16 @@ def test_shared_memory_is_clean_after_close(base: Path, writer: RoutingWriter) -
         assert not [path for path in SHM.rglob("*") if other.writer_id in str(path)]
 
 
+def test_a_folder_of_spools_is_as_it_was_after_the_last_close(
+    base: Path, tmp_path: Path, writer: RoutingWriter
+) -> None:
+    with RoutingWriter(base / "ds", options(tmp_path)):
+        with RoutingWriter(base / "ds", options(tmp_path)):
+            pass
+        assert len(spools(tmp_path)) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_records_older_than_tombstones_live_stay_in_the_spool_and_are_reported(tmp_path: Path) -> None:
     place = tmp_path / "spools"
     place.mkdir()
