@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .bench import Bench, Unavailable
+from .compaction import compact_get, compact_size, compact_speed
 from .facts import facts
 from .ingest import ingest_large, ingest_small, worker_memory
 from .measure import Check
@@ -38,6 +39,9 @@ ROWS = {  # ingest comes before the others have deleted many files
     "get-many-small": get_many_small,
     "get-many-large": get_many_large,
     "worker-memory": worker_memory,
+    "compact-size": compact_size,
+    "compact-speed": compact_speed,
+    "compact-get": compact_get,
 }
 
 
