@@ -104,7 +104,9 @@ def copy(
             exists=True, dir_okay=False, metavar="FILE", help="Only the ids in it, a line each", show_default=False
         ),
     ] = None,
-    compression: Annotated[str, typer.Option(metavar="none|lz4|zstd", help="Of the new files")] = "zstd",
+    compression: Annotated[
+        str, typer.Option(metavar="CODEC", help="Of the new files: none, lz4 or zstd, with its level")
+    ] = "zstd:3",
     as_json: Json = False,
 ) -> None:
     """Copy records, ids and all, into another dataset; what is there is not copied again."""

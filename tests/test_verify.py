@@ -56,6 +56,19 @@ def test_a_sound_dataset_has_no_finding(stored: Stored, compression: str) -> Non
     assert report.bytes == sum(path.stat().st_size for path in stored.root.rglob("*.arrow"))
 
 
+def test_a_dataset_is_sound_after_compaction_and_collection(stored: Stored) -> None:
+    for i in range(8):
+        stored.put(f"a:{i}:0:0", 50, vectors=i % 2 == 0)
+    stored.put("a:3:0:0", 20)
+    stored.put("a:4:0:0", 5, start=50, part=True)
+    stored.tombstone("ids", ["a:5:0:0"])
+    assert rr.compact(stored.root).outputs == 1
+    report = rr.verify(stored.root)
+    assert (report.problems, report.shards, report.records) == ((), 11, 7)
+    rr.collect_garbage(stored.root)
+    assert rr.verify(stored.root).problems == ()
+
+
 def test_an_empty_dataset_is_sound(stored: Stored) -> None:
     assert rr.verify(stored.root).problems == ()
 

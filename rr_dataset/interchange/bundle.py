@@ -21,7 +21,7 @@ from rr_dataset.errors import (
 from rr_dataset.layout import STAGING_DIR, DatasetFormat, ShardName, parse_partition
 from rr_dataset.lookup import Lookup, id_list
 from rr_dataset.merge import Codec, Workspace, merge, row_bytes
-from rr_dataset.options import COMPRESSIONS
+from rr_dataset.options import parse_compression
 from rr_dataset.snapshot import MAX_ATTEMPTS, Located, Snapshot
 from rr_dataset.storage import open_storage
 from rr_dataset.tombstones import TombstoneSet
@@ -46,7 +46,7 @@ def copy(
     destination: str | os.PathLike[str],
     ids: Iterable[str] | None = None,
     prefix: str | Mapping[str, str | int] | None = None,
-    compression: str = "zstd",
+    compression: str = "zstd:3",
     source_options: Mapping[str, Any] | None = None,
     destination_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -54,7 +54,7 @@ def copy(
     """Copy records, with the puts that make them, into another dataset; it is created if it is not there. Durable on return.
 
     ids, prefix: which; ids without a record are passed over. Neither: all.
-    compression: "none", "lz4" or "zstd", of the new files.
+    compression: of the new files, as for `compact`.
     progress: called with the bytes of the partitions that are done, and of all.
 
     Rows keep their record ids, checksums and columns, also columns that this version does not know. Idempotent: rows that
@@ -67,13 +67,12 @@ def copy(
     """
     if ids is not None and prefix is not None:
         raise InvalidInputError("both ids and prefix are given: choose one")
+    codec = Codec(*parse_compression(compression))
     origin = Lookup(os.fspath(source), None, source_options)
     if open_storage(destination, destination_options).uri == origin.storage.uri:
         raise InvalidInputError(f"{origin.storage.uri} is both source and destination")
     _ensure(os.fspath(destination), origin.format, destination_options)
-    if compression not in COMPRESSIONS:
-        raise InvalidInputError(f"compression={compression!r}: expected one of {', '.join(COMPRESSIONS)}")
-    run = _Copy(origin, Lookup(os.fspath(destination), None, destination_options), Codec(compression, None))
+    run = _Copy(origin, Lookup(os.fspath(destination), None, destination_options), codec)
     chosen = None if ids is None else origin.by_partition(id_list(ids))
     paths = sorted(chosen) if chosen is not None else list(origin.partition_paths(origin.prefix(prefix)))
     sizes = [0 if progress is None else sum(entry.size for entry in origin.storage.list(path)) for path in paths]
