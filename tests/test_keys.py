@@ -323,6 +323,7 @@ def components_of(scheme: KeyScheme, request_id: str) -> tuple[Any, ...]:
     ("scheme", "glob", "covered", "left"),
     [
         (FD, "math_*:2", ["math_1:2", "math_:2:0:1#4"], ["math_1:20", "math_1", "Math_1:2"]),
+        (FD, "a:*", ["a:1", "a:10:2"], ["a", "ab:1"]),
         (FD, "*:x:1:*:*", ["a:x:1:0:0", "b:c:x:1:2:3"], ["a:y:1:0:0"]),
         (FD, "a[*]", ["a*", "a*:1"], ["ab", "a"]),
         (FD, "[!b-d]?", ["ab", "zz:1"], ["bb", "a", "abc"]),
