@@ -38,7 +38,8 @@ def compact(
     compression: "zstd:<level>", "zstd", "lz4" or "none". Where one row of a column has more than 256 KB, zstd is used at level
         3 or above.
     jobs: threads. Each holds a batch of payload twice and its output: with the default `target_bytes` up to three times 256
-        MiB, or three times a single record that is larger; and the indexes of at most 65,536 rows, or of one larger shard.
+        MiB, or three times a single record that is larger; and the indexes of at most 65,536 rows, or of one larger shard,
+        besides a cache of indexes of 256 MB.
     target_bytes: payload of an output before compression, unless one input has more.
     shard: (i, n): only the i-th, from 1, of n parts of the directories, so that n processes or hosts share the work.
     tasks: what `plan_compaction` returned, instead of a new plan; `shard` picks among them.
@@ -49,7 +50,7 @@ def compact(
 
     Raises DatasetNotFoundError, InvalidInputError, StorageError. Damaged shards are left as they are and reported.
     """
-    if jobs < 1:
+    if not isinstance(jobs, int) or jobs < 1:
         raise InvalidInputError(f"jobs={jobs}: expected at least 1")
     if tasks is None and dry_run:
         tasks = plan_compaction(uri, prefix, compression, target_bytes, shard, storage_options)
@@ -57,10 +58,10 @@ def compact(
         tasks = (task for task in tasks if is_mine(task.partition, shard))
     if dry_run and tasks is not None:
         return sum(map(_planned, tasks), CompactReport())
-    compactor = Compactor(Lookup(os.fspath(uri), None, storage_options))
+    compactor = Compactor(Lookup(uri, None, storage_options))
     if tasks is None:
         return compact_with(compactor, prefix, compression, jobs, target_bytes, shard, progress)
-    return _run(compactor, tasks, CompactReport(), jobs, progress)
+    return _run(compactor, tasks, jobs, progress)
 
 
 def plan_compaction(
@@ -72,7 +73,7 @@ def plan_compaction(
     storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[Task]:
     """What `compact` with the same arguments would do now, directory by directory. Changes nothing; raises as `compact`."""
-    compactor = Compactor(Lookup(os.fspath(uri), None, storage_options))
+    compactor = Compactor(Lookup(uri, None, storage_options))
     _check(compression, target_bytes, shard)
     return (
         task
@@ -94,23 +95,22 @@ def compact_with(
 ) -> CompactReport:
     """`compact` with what an earlier call has read still known."""
     _check(compression, target_bytes, shard)
-    before: list[CompactReport] = []
+    beside = CompactReport()  # what is done and seen while planning
 
     def tasks() -> Iterator[Task]:
+        nonlocal beside
         for path in compactor.partitions(prefix, shard):
             view = compactor.view(path)
-            before.append(compactor.remove_replaced(view))
+            beside += compactor.remove_replaced(view)
             candidates, damaged = compactor.candidates(view)
-            before.append(CompactReport(damaged=tuple(damaged.values())))
+            beside += CompactReport(damaged=tuple(damaged.values()))
             yield from plan(path, candidates, target_bytes=target_bytes, compression=compression)
 
-    done = _run(compactor, tasks(), CompactReport(), jobs, progress)
-    return sum(before, done)
+    return _run(compactor, tasks(), jobs, progress) + beside
 
 
-def _run(
-    compactor: Compactor, tasks: Iterable[Task], report: CompactReport, jobs: int, progress: Progress | None
-) -> CompactReport:
+def _run(compactor: Compactor, tasks: Iterable[Task], jobs: int, progress: Progress | None) -> CompactReport:
+    report = CompactReport()
     running: set[Future[CompactReport]] = set()
     with ThreadPoolExecutor(jobs, "rr-compact") as pool:
         for task in tasks:

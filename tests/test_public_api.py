@@ -30,6 +30,30 @@ SIGNATURES = {
         "grace_s",
         "storage_options",
     ],
+    "compact": [
+        "uri",
+        "prefix",
+        "compression",
+        "jobs",
+        "target_bytes",
+        "dry_run",
+        "shard",
+        "tasks",
+        "storage_options",
+        "progress",
+    ],
+    "plan_compaction": ["uri", "prefix", "compression", "target_bytes", "shard", "storage_options"],
+    "collect_garbage": ["uri", "dry_run", "storage_options"],
+    "maintain": [
+        "uri",
+        "every_s",
+        "compression",
+        "jobs",
+        "target_bytes",
+        "storage_options",
+        "progress",
+        "stop",
+    ],
     "open_dataset": ["uri", "run", "wait_s", "storage_options"],
     "RoutingDataset.get": ["self", "request_id", "layers", "tokens", "out"],
     "RoutingDataset.get_many": ["self", "ids", "layers", "tokens", "on_missing"],
@@ -111,7 +135,7 @@ def test_every_error_is_exported() -> None:
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'open_datset'"):
-        rr.open_datset  # noqa: B018  # the access is what is tested
+        rr.open_datset  # the access is what is tested
 
 
 def test_reading_names_are_loaded_on_first_use() -> None:
