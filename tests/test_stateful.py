@@ -1,4 +1,4 @@
-"""Any sequence of puts, flushes, kills, take-overs and reopenings, against a dict of what was put.
+"""Any sequence of puts, deletes, flushes, kills, take-overs and reopenings, against a dict of what was put.
 
 The oracle works token by token on plain dicts and shares no code with the product.
 """
@@ -27,6 +27,15 @@ from tests.engines import SPEC, experts, options, spools, until
 
 IDS = ["a:0", "a:1", "b:0", "b:0#1", "c d/ü:7:2:0"]
 ids = st.sampled_from(IDS)
+PREFIXES = {  # what they cover, by hand
+    "a": ["a:0", "a:1"],
+    "a:1": ["a:1"],
+    "b": ["b:0", "b:0#1"],
+    "b:0#1": ["b:0#1"],
+    "c d/ü:7:2:0": ["c d/ü:7:2:0"],
+    "d": [],
+}
+prefixes = st.sampled_from(sorted(PREFIXES))
 lengths = st.sampled_from([0, 1, 7, 60, 3000])
 
 
@@ -77,7 +86,9 @@ class Sequences(RuleBasedStateMachine):
         self.base = Path(tempfile.mkdtemp(prefix="rr-stateful-"))
         (self.base / "spools").mkdir()
         self.puts: dict[str, list[Told]] = {}
+        self.past: dict[str, list[Told]] = {}  # all puts ever, also deleted ones
         self.durable: set[str] = set()
+        self.fading: set[str] = set()  # deleted by the writer since the last flush: may still be seen
         self.seed = 0
 
     @initialize()
@@ -93,6 +104,7 @@ class Sequences(RuleBasedStateMachine):
         receipt = self.writer.put(request_id, told.array, "LTK", token_start=told.start, part=told.part, **more)
         assert receipt.ref.endswith(f":{request_id}")
         self.puts.setdefault(request_id, []).append(told)
+        self.past.setdefault(request_id, []).append(told)
 
     def fresh(self, tokens: int) -> npt.NDArray[Any]:
         self.seed += 1
@@ -107,6 +119,31 @@ class Sequences(RuleBasedStateMachine):
     def put_part(self, request_id: str, tokens: int, start: int, last: bool) -> None:
         status = "complete" if last else "partial"
         self.put(request_id, Told(start, self.fresh(tokens), part=True, status=status), status=status)
+
+    def forget(self, covered: list[str]) -> None:
+        for request_id in covered:
+            self.puts.pop(request_id, None)
+        self.durable -= set(covered)
+
+    @rule(prefix=prefixes)
+    def delete_in_order(self, prefix: str) -> None:
+        self.writer.delete_prefix(prefix)
+        self.fading |= self.puts.keys() & set(PREFIXES[prefix])
+        self.forget(PREFIXES[prefix])
+
+    @rule(prefix=prefixes)
+    def delete_from_outside(self, prefix: str) -> None:
+        rr.delete_prefix(self.base / "ds", prefix)
+        self.forget(PREFIXES[prefix])
+        self.fading -= set(PREFIXES[prefix])
+        assert not set(self.reader.ids()) & set(PREFIXES[prefix])
+
+    @rule(request_ids=st.lists(ids, min_size=1, max_size=3))
+    def delete_ids_from_outside(self, request_ids: list[str]) -> None:
+        rr.delete(self.base / "ds", ids=request_ids)
+        self.forget(request_ids)
+        self.fading -= set(request_ids)
+        assert not set(self.reader.ids()) & set(request_ids)
 
     @rule()
     def kill_worker(self) -> None:
@@ -147,9 +184,11 @@ class Sequences(RuleBasedStateMachine):
     def look(self) -> None:
         """Between two flushes a reader sees whole records of what was put, at least those that were flushed."""
         seen = set(self.reader.ids())
-        assert self.durable <= seen <= set(self.puts)
-        for record in self.reader.get_many(sorted(seen)):
-            told = self.puts[record.request_id]
+        assert self.durable <= seen <= self.puts.keys() | self.fading
+        for record in self.reader.get_many(sorted(seen), on_missing="none"):
+            if record is None:  # its delete has just become visible
+                continue
+            told = self.past[record.request_id]
             present = record.present().all(axis=0)
             for token in np.flatnonzero(present)[:: max(1, len(present) // 10)]:
                 routing = record.routed_experts[:, token]
@@ -159,7 +198,7 @@ class Sequences(RuleBasedStateMachine):
                 assert any(np.array_equal(routing, each) for each in candidates)
 
     def check_all(self) -> None:
-        self.durable = set(self.puts)
+        self.durable, self.fading = set(self.puts), set()
         assert set(self.reader.ids()) == self.durable
         for request_id, record in zip(self.puts, self.reader.get_many(list(self.puts)), strict=True):
             tokens, end, status = expected(self.puts[request_id])
