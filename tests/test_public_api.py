@@ -135,7 +135,7 @@ def test_every_error_is_exported() -> None:
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'open_datset'"):
-        rr.open_datset  # the access is what is tested
+        rr.open_datset  # noqa: B018  # the access is what is tested
 
 
 def test_reading_names_are_loaded_on_first_use() -> None:
