@@ -88,7 +88,11 @@ def import_fastdeploy(
         raise InvalidInputError(f"{os.fspath(store)!r} is no folder: expected the local_store_dir of FastDeploy")
     options = WriterOptions() if run_id is None else WriterOptions(run_id=run_id)
     dataset = open_dataset(uri, storage_options=storage_options)
-    fmt, storage, cache = dataset.format, open_storage(uri, storage_options), TombstoneCache(dataset.keys)
+    fmt, storage, cache = (
+        dataset.format,
+        open_storage(uri, storage_options),
+        TombstoneCache(dataset.keys, dataset.format.last_turn),
+    )
     writer, clock, refused = secrets.token_hex(8), HybridClock(), list[Refused]()
     imported = tokens = existing = 0
     with ThreadPoolExecutor(PUBLISH_THREADS, "rr-import") as pool:
