@@ -221,17 +221,21 @@ WORKER_STEPS = [
 STEPS = [("engine", step) for step in ENGINE_STEPS] + [("worker", step) for step in WORKER_STEPS]
 
 
+def with_fault(role: str, step: str, when: str, nth: int, mark: Path, *, both: bool = False) -> dict[str, str]:
+    """The environment of an engine that, or whose worker, is killed there."""
+    fault = {"role": role, "step": step, "when": when, "nth": nth, "both": both, "mark": str(mark)}
+    path = os.pathsep.join(filter(None, [str(FAULTS), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "RR_FAULT": json.dumps(fault)}
+
+
 def at_step(
     tmp_path: Path, place: Path, role: str, step: str, when: str, nth: int, *, both: bool, by_writer: bool
 ) -> None:
-    root, mark = tmp_path / "ds", tmp_path / "fired"
+    root, mark, model = tmp_path / "ds", tmp_path / "fired", Model()
     rr.create_dataset(root, SPEC)
-    fault = {"role": role, "step": step, "when": when, "nth": nth, "both": both, "mark": str(mark)}
-    path = os.pathsep.join(filter(None, [str(FAULTS), os.environ.get("PYTHONPATH")]))
-    model = Model()
-    with Engine(CODE, root, place, env={**os.environ, "PYTHONPATH": path, "RR_FAULT": json.dumps(fault)}) as engine:
+    with Engine(CODE, root, place, env=with_fault(role, step, when, nth, mark, both=both)) as engine:
         listen(engine, model)
-        assert mark.exists(), "the engine came to that step"
+        assert mark.exists(), "it came to that step"
         assert model.closed == (role == "worker" and not both)
         finish(engine, model, root, place, both=both, by_writer=by_writer)
 
@@ -254,3 +258,19 @@ def test_killed_before_and_after_each_step(
 ) -> None:
     nth = random.Random(f"{step}{when}{both}{turn}").randrange(1, 5)
     at_step(tmp_path, place, role, step, when, nth, both=both, by_writer=turn == 0)
+
+
+@pytest.mark.parametrize("nth", [1, 4, 8])  # the first slab, another one, the lock
+@pytest.mark.parametrize("role", ["engine", "worker"])
+def test_killed_while_the_spool_is_removed(tmp_path: Path, place: Path, role: str, nth: int) -> None:
+    """By the engine after it closed, or by the worker after the engine's death."""
+    root, mark, model = tmp_path / "ds", tmp_path / "fired", Model()
+    rr.create_dataset(root, SPEC)
+    with Engine(CODE, root, place, env=with_fault(role, "pathlib:Path.unlink", "before", nth, mark)) as engine:
+        if role == "worker":
+            listen(engine, model, 1000)
+            engine.process.kill()
+        listen(engine, model)
+        until(mark.exists, "the spool is being removed")
+        assert not model.closed
+        finish(engine, model, root, place, both=True, by_writer=False)

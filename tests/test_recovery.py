@@ -347,7 +347,7 @@ def test_living_spools_are_named_and_left_also_by_force(tmp_path: Path, dataset:
     for place in (tmp_path, spool.directory):
         (report,) = rr.recover(place, force=True)
         assert (report.outcome, report.records) == ("living", 0)
-        assert report.reason == "its engine or its worker lives"
+        assert report.reason.startswith("its engine or its worker lives")
     assert contents(spool.directory) == before
 
 

@@ -217,5 +217,5 @@ class Sequences(RuleBasedStateMachine):
         shutil.rmtree(self.base)
 
 
-Sequences.TestCase.settings = settings(max_examples=settings().max_examples // 5, stateful_step_count=15)
+Sequences.TestCase.settings = settings(max_examples=settings().max_examples // 6, stateful_step_count=14)
 TestSequences = Sequences.TestCase
