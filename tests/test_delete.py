@@ -17,7 +17,7 @@ import rr_dataset as rr
 from rr_dataset.clock import pack
 from rr_dataset.delete import DeleteReport, PartitionPlan, execute, plan_delete
 from rr_dataset.storage import local, open_storage
-from tests.stored import Stored
+from tests.stored import SPEC, Stored
 
 module = importlib.import_module("rr_dataset.delete")
 NOW_MS = 1_800_000_000_000
@@ -183,7 +183,7 @@ def test_no_dataset(tmp_path: Path) -> None:
 
 def test_one_file_and_one_wait_however_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    rr.create_dataset(tmp_path, Stored(tmp_path / "other").spec, max_clock_skew_s=2.0)
+    rr.create_dataset(tmp_path, SPEC, max_clock_skew_s=2.0)
     rr.delete(tmp_path, prefixes=["a", "b:1"], ids=["c:1", "d:1"], glob="e*:1", run="r")
     (marks,) = tombstones(tmp_path)
     assert [(mark["kind"], mark["text"]) for mark in marks] == [
