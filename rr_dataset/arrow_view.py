@@ -94,9 +94,9 @@ def _live(lookup: Lookup, snapshot: Snapshot, partition: str, prefix: Prefix) ->
 
 
 def _checked(columns: Sequence[str], schema: pa.Schema) -> list[str]:
-    names = [columns] if isinstance(columns, str) else list(columns)
+    names = list(columns) if hasattr(columns, "__iter__") and not isinstance(columns, str) else []
     unknown = [name for name in names if name not in schema.names]
-    if isinstance(columns, str) or unknown or not names or len(set(names)) < len(names):
+    if unknown or not names or len(set(names)) < len(names):
         raise InvalidInputError(
             f"columns={columns!r}: expected a list of different names among {', '.join(schema.names)}"
         )

@@ -50,7 +50,7 @@ def compact(
 
     Raises DatasetNotFoundError, InvalidInputError, StorageError. Damaged shards are left as they are and reported.
     """
-    if not isinstance(jobs, int) or jobs < 1:
+    if not hasattr(jobs, "__index__") or jobs < 1:
         raise InvalidInputError(f"jobs={jobs}: expected at least 1")
     if tasks is None and dry_run:
         tasks = plan_compaction(uri, prefix, compression, target_bytes, shard, storage_options)

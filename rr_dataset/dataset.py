@@ -26,6 +26,7 @@ from rr_dataset.follow import PollCursor, poll, wait_for
 from rr_dataset.keys import KeyScheme
 from rr_dataset.layout import TOMBSTONE_DIR, DatasetFormat, parse_tombstone_name
 from rr_dataset.lookup import Lookup, id_list
+from rr_dataset.options import check_seconds
 from rr_dataset.record import RecordHead, RoutingRecord, RoutingSpec
 from rr_dataset.selection import Tokens, tokens_per_id
 from rr_dataset.snapshot import Snapshot
@@ -122,7 +123,7 @@ def open_dataset(
     Raises DatasetNotFoundError when there is none, NewerFormatError for one of a later version of rr_dataset.
     """
     dataset = RoutingDataset(open_storage(uri, storage_options).uri, run, storage_options)
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + check_seconds("wait_s", wait_s)
     while True:
         try:
             dataset.format  # noqa: B018 -- reads the description, the proof that it is a dataset
@@ -285,7 +286,7 @@ class RoutingDataset:
 
         Raises WaitTimeoutError, which names up to ten ids and what was seen of them, and as `heads`.
         """
-        return wait_for(self._client(), id_list(ids), timeout_s, weight_version)
+        return wait_for(self._client(), id_list(ids), check_seconds("timeout_s", timeout_s), weight_version)
 
     def poll(self, cursor: PollCursor | None = None) -> tuple[list[RecordHead], PollCursor]:
         """Heads of the records of which some row has not been told yet, and the cursor for the next call.

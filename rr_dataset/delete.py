@@ -31,6 +31,7 @@ from rr_dataset.errors import (
 )
 from rr_dataset.keys import KeyScheme
 from rr_dataset.layout import DatasetFormat, ShardName, parse_partition, parse_shard_name, partition_path
+from rr_dataset.options import FOREVER_S, check_seconds
 from rr_dataset.record import Row
 from rr_dataset.shard import read_index
 from rr_dataset.storage import Entry, Storage, open_storage
@@ -73,7 +74,7 @@ class Target:
     ) -> Target:
         """As the arguments of `delete`. Raises InvalidRequestIdError, or InvalidInputError when nothing is asked for."""
         for name, value in (("prefixes", prefixes), ("ids", ids)):
-            if isinstance(value, (str, bytes, Mapping)):
+            if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
                 raise InvalidInputError(f"{name}={value!r}: expected several, for example [{value!r}]")
         marks: list[tuple[str, Text]] = [("prefix", _plain(fmt.keys, prefix)) for prefix in prefixes]
         wanted = tuple(dict.fromkeys(ids))
@@ -84,9 +85,9 @@ class Target:
         if glob is not None:
             read_pattern(fmt.keys, "glob", glob, fmt.last_turn)
             marks.append(("glob", glob))
-        if run == "":
-            raise InvalidInputError("run='': expected the id of a run")
-        if older_than_s is not None and not (0 <= older_than_s < math.inf):
+        if run is not None and (type(run) is not str or not run):
+            raise InvalidInputError(f"run={run!r}: expected the id of a run, a text")
+        if older_than_s is not None and check_seconds("older_than_s", older_than_s) == FOREVER_S:
             raise InvalidInputError(f"older_than_s={older_than_s!r}: expected zero or more seconds")
         limited = run is not None or older_than_s is not None
         if everything or (limited and not marks):

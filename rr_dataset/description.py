@@ -67,7 +67,9 @@ def _read_or_refuse(storage: Storage) -> DatasetFormat:
     except DatasetNotFoundError:
         if not others:
             raise
-    shown = ", ".join(map(repr, others[:_NAMED])) + (f" and {len(others) - _NAMED} more" if len(others) > _NAMED else "")
+    shown = ", ".join(map(repr, others[:_NAMED])) + (
+        f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+    )
     lost = any(parse_partition(name) for name in others)
     hint = f"; if it was a dataset, put its {FORMAT_PATH} back" if lost else ""
     raise InvalidInputError(

@@ -56,7 +56,7 @@ def collect_garbage(
 
     Safe beside readers, writers, deletes, compaction and itself. Raises DatasetNotFoundError, StorageError.
     """
-    lookup = Lookup(os.fspath(uri), None, storage_options)
+    lookup = Lookup(uri, None, storage_options)
     return Collector(Compactor(lookup), lookup).collect(dry_run=dry_run)
 
 

@@ -293,6 +293,8 @@ def _between(gaps: Sequence[Range], whole: Range) -> tuple[Range, ...]:
 
 
 def _tags(tags: Mapping[Any, Any]) -> dict[str, str]:
+    if not isinstance(tags, Mapping):
+        raise InvalidRoutingError(f"tags={tags!r}: expected a mapping of short texts")
     for key, value in tags.items():
         _text("tags", key)
         _text("tags", value)

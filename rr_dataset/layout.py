@@ -25,7 +25,7 @@ from urllib.parse import quote, unquote
 
 from rr_dataset.errors import FormatError, InvalidInputError, NewerFormatError
 from rr_dataset.keys import ABSENT, MAX_VALUE_BYTES, KeyScheme
-from rr_dataset.record import RoutingSpec
+from rr_dataset.record import RoutingSpec, shown_layers
 
 FORMAT_PATH = "_rr/format.json"
 TOMBSTONE_DIR = "_rr/tombstones"
@@ -187,6 +187,7 @@ class DatasetFormat:
             object.__setattr__(self, name, _seconds(name, getattr(self, name)))
         if self.ttl_s is not None:
             object.__setattr__(self, "ttl_s", _seconds("ttl_s", self.ttl_s))
+        _require(isinstance(self.keys, KeyScheme), "keys", self.keys, "a KeyScheme, such as KeyScheme.fastdeploy()")
         _require(_is_uuid(self.uuid), "uuid", self.uuid, "a UUID")
         _require(self.keep in KEEPS, "keep", self.keep, f"one of {', '.join(KEEPS)}")
         turns = self.keep == "all" or self.keys.turn is not None
@@ -240,7 +241,7 @@ class DatasetFormat:
         """What `other` has otherwise, by name, as a text for an error; empty if nothing. The uuid does not count."""
         mine, theirs = _flat(self._to_dict()), _flat(other._to_dict())
         return "; ".join(
-            f"{name} is {mine[name]!r}, not {theirs[name]!r}"
+            f"{name} is {_shown(name, mine[name])}, not {_shown(name, theirs[name])}"
             for name in mine
             if name != "uuid" and mine[name] != theirs[name]
         )
@@ -249,6 +250,10 @@ class DatasetFormat:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         nested = {"spec": self.spec.to_dict(), "keys": self.keys.to_dict()}
         return {"format_version": values.pop("format_version"), **values, **nested}
+
+
+def _shown(name: str, value: Any) -> str:
+    return shown_layers(value) if name == "spec.moe_layers" else repr(value)
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:

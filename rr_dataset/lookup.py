@@ -37,7 +37,7 @@ FoundByKey = Mapping[str, Found]
 class Lookup:
     """What a process needs to read a dataset. Thread-safe; never shared with a forked child."""
 
-    def __init__(self, uri: str, run: str | None, storage_options: Mapping[str, Any] | None) -> None:
+    def __init__(self, uri: str | os.PathLike[str], run: str | None, storage_options: Mapping[str, Any] | None) -> None:
         self.pid = os.getpid()
         self.run = run
         self.storage = open_storage(uri, storage_options)
@@ -193,9 +193,14 @@ def _only(found: Mapping[str, list[Located]], keep: Callable[[Row], bool]) -> di
     return {key: rows for key, rows in kept.items() if rows}
 
 
+def _is_several(ids: object) -> bool:
+    """Whether this is a collection of texts, and not a single one."""
+    return isinstance(ids, Iterable) and not isinstance(ids, (str, bytes))
+
+
 def id_list(ids: Iterable[str], what: str = "request ids") -> list[str]:
     """Several ids; a single one is an error that says so."""
-    if isinstance(ids, (str, bytes)):
+    if not _is_several(ids):
         raise InvalidInputError(f"{ids!r}: expected several {what}, for example [{ids!r}]")
     return list(ids)
 
@@ -207,7 +212,7 @@ def listed(texts: Sequence[str]) -> str:
 
 
 def _parsed(ref: str) -> tuple[str, str]:
-    parsed = parse_ref(ref)
+    parsed = parse_ref(str(ref))
     if parsed is None:
         raise InvalidInputError(
             f"ref {ref!r}: expected the `ref` of a Receipt, <16 hex digits>-<16 hex digits>:<request id>"

@@ -60,7 +60,7 @@ def maintain(
     may run at once, on any hosts, and be killed at any point. With `every_s` a pass that the storage refuses is reported, and
     the next one tries again; else it raises StorageError. Raises DatasetNotFoundError, InvalidInputError.
     """
-    lookup = Lookup(os.fspath(uri), None, storage_options)
+    lookup = Lookup(uri, None, storage_options)
     compactor = Compactor(lookup)
     steward = Steward(lookup, compactor)
     collector = Collector(compactor, lookup)

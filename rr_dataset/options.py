@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import uuid
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from rr_dataset.errors import InvalidInputError
 
 MIB = 1 << 20
 ON_FULL = ("block", "drop", "raise")
+FOREVER_S = 1e9  # longer than any wait, and threading takes it, which it does not infinity
 COMPRESSIONS = ("none", "lz4", "zstd")
 
 
@@ -41,17 +41,19 @@ class WriterOptions:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
 
     def __post_init__(self) -> None:
-        if self.spool_dir is not None:
-            object.__setattr__(self, "spool_dir", os.fspath(self.spool_dir))  # paths are welcome
-        _require(self.spool_dir != "", "spool_dir", self.spool_dir, "a directory, or None")
+        spool_dir: object = self.spool_dir
+        if isinstance(spool_dir, os.PathLike):
+            spool_dir = os.fspath(spool_dir)  # paths are welcome
+            object.__setattr__(self, "spool_dir", spool_dir)
+        _require(spool_dir is None or _is_text(spool_dir), "spool_dir", spool_dir, "a directory, or None")
         for name in ("spool_bytes", "slab_bytes"):
             value = getattr(self, name)
             _require(_is_whole(value) and value >= MIB, name, value, "a whole number, at least 1 MiB")
         _require(self.spool_bytes >= 2 * self.slab_bytes, "spool_bytes", self.spool_bytes, "at least two slabs")
         for name in ("max_age_s", "idle_seal_s", "block_timeout_s", "drain_timeout_s", "start_timeout_s"):
-            value = getattr(self, name)
-            seconds = (_is_whole(value) or isinstance(value, float)) and 0 <= value < math.inf
-            _require(seconds, name, value, "zero or more seconds")
+            _require(
+                check_seconds(name, getattr(self, name)) < FOREVER_S, name, getattr(self, name), "zero or more seconds"
+            )
         _require(self.on_full in ON_FULL, "on_full", self.on_full, f"one of {', '.join(ON_FULL)}")
         _require(isinstance(self.spool_sync, bool), "spool_sync", self.spool_sync, "True or False")
         _require(self.compression in COMPRESSIONS, "compression", self.compression, f"one of {', '.join(COMPRESSIONS)}")
@@ -62,11 +64,20 @@ class WriterOptions:
         _require(mapping, "storage_options", type(self.storage_options), "a mapping")
 
 
+def check_seconds(name: str, value: object) -> float:
+    """A time-out as `threading` takes it, at most FOREVER_S. Raises InvalidInputError for what is none."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
+        return min(float(value), FOREVER_S)
+    raise InvalidInputError(f"{name}={value!r}: expected zero or more seconds")
+
+
 def parse_compression(text: str) -> tuple[str, int | None]:
     """`zstd:3` -> ("zstd", 3), `lz4` -> ("lz4", None). Raises InvalidInputError."""
-    name, colon, level = text.partition(":")
+    name, colon, level = str(text).partition(":")
     known = name in COMPRESSIONS and (not colon or (name == "zstd" and level.isdecimal() and 1 <= int(level) <= 22))
-    _require(known, "compression", text, f"one of {', '.join(COMPRESSIONS)}, with zstd a level too, as zstd:3 (1 to 22)")
+    _require(
+        known, "compression", text, f"one of {', '.join(COMPRESSIONS)}, with zstd a level too, as zstd:3 (1 to 22)"
+    )
     return name, int(level) if colon else None
 
 

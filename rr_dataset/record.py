@@ -7,8 +7,9 @@ Token positions are absolute, from the first prompt token, and ranges are half o
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +31,37 @@ PRODUCERS = ("rollout", "trainer")
 _NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "moe_k")
 
+# Models whose every layer routes, and whose config therefore says nothing of it (transformers 5.24, modeling_<type>.py:
+# the decoder layer makes its experts without a condition).
+EVERY_LAYER_ROUTES = frozenset(
+    (
+        *("mixtral", "olmoe", "flex_olmo", "gpt_oss", "phimoe", "minimax", "minimax_m2", "solar_open"),
+        *("granitemoe", "granitemoeshared", "granitemoe_swa"),
+    )
+)
+BY_HAND = "RoutingSpec(moe_layers=..., num_experts=..., top_k=...)"  # the way out of a config that does not tell
+
+
+def shown_layers(layers: Sequence[int]) -> str:
+    """`[0, 2, 3, 4]` -> `0, 2-4`."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _repr(self: Any) -> str:
+    """As that of dataclasses, with layer ids as runs."""
+    values = {each.name: getattr(self, each.name) for each in fields(self) if each.repr}
+    texts = [
+        f"{name}={(shown_layers(value) or '()') if name in ('layers', 'moe_layers') else repr(value)}"
+        for name, value in values.items()
+    ]
+    return f"{type(self).__name__}({', '.join(texts)})"
+
 
 @dataclass(frozen=True)
 class RoutingSpec:
@@ -49,12 +81,20 @@ class RoutingSpec:
     dtype: str = ""
     topk_order: str = "preserve"
 
+    __repr__ = _repr
+
     def __post_init__(self) -> None:
-        layers = tuple(_integer("moe_layers", layer) for layer in self.moe_layers)
+        try:
+            given = tuple(self.moe_layers)
+        except TypeError:
+            raise InvalidInputError(
+                f"moe_layers={self.moe_layers!r}: expected several layer ids, such as range(3, 61)"
+            ) from None
+        layers = tuple(_integer("moe_layers", layer) for layer in given)
         num_experts = _integer("num_experts", self.num_experts)
         top_k = _integer("top_k", self.top_k)
         if not layers or layers[0] < 0 or any(a >= b for a, b in pairwise(layers)):
-            raise InvalidInputError(f"moe_layers={layers!r}: expected rising 0-based layer ids, at least one")
+            raise InvalidInputError(f"moe_layers={list(layers)}: expected rising 0-based layer ids, at least one")
         if not 1 <= num_experts <= 1 << 16:
             raise InvalidInputError(f"num_experts={num_experts}: expected 1 to 65536")
         if not 1 <= top_k <= num_experts:
@@ -84,14 +124,19 @@ class RoutingSpec:
     def check_layers(self, layers: Sequence[int] | None) -> tuple[int, ...]:
         """`layers` as a rising tuple of ids of this spec; None means all.
 
-        Raises InvalidRoutingError for an id that is no MoE layer, a repeated one or an empty selection.
+        Raises InvalidRoutingError for what is no list of ids, an id that is no MoE layer, a repeated one or an empty selection.
         """
         if layers is None:
             return self.moe_layers
-        chosen = tuple(int(layer) for layer in layers)
+        try:
+            chosen = tuple(map(operator.index, layers))
+        except TypeError:
+            raise InvalidRoutingError(f"layers={layers!r}: expected a list of layer ids, such as [3, 4]") from None
         unknown = sorted(set(chosen) - set(self.moe_layers))
         if unknown:
-            raise InvalidRoutingError(f"layers {unknown} are not MoE layers of this dataset: {list(self.moe_layers)}")
+            raise InvalidRoutingError(
+                f"layers [{shown_layers(unknown)}] are not MoE layers of this dataset, which has {shown_layers(self.moe_layers)}"
+            )
         if not chosen or any(a >= b for a, b in pairwise(chosen)):
             raise InvalidRoutingError(f"layers={list(chosen)}: expected rising layer ids, at least one")
         return chosen
@@ -115,8 +160,9 @@ class RoutingSpec:
     def from_config(cls, config: object) -> RoutingSpec:
         """The spec of a model, from its configuration.
 
-        config: a mapping (`config.json`) or an object with attributes (transformers, PaddleFormers, FastDeploy). Where it
-            nests a `text_config`, that one counts. Where a field holds one value per modality, the first (text) counts.
+        config: a mapping (what `json.load` makes of `config.json`) or an object with attributes (transformers,
+            PaddleFormers, FastDeploy). Where it nests a `text_config`, that one counts. Where a field holds one value per
+            modality, the first (text) counts.
 
         Which layers route, by the first of these that the config has (facts of transformers 5.24 where not said otherwise):
 
@@ -128,19 +174,28 @@ class RoutingSpec:
           mlp_only_layers (modeling_qwen3_moe.py).
         - `moe_layer_start_index`, `moe_layer_end_index`, `moe_layer_interval`: layers from start to end inclusive, -1 or none
           meaning the last, with (i + 1) % moe_layer_interval == 0 (modeling_ernie4_5_moe.py, PaddleFormers' ernie4_5).
-          FastDeploy sets a start of 0 in every config, so this comes last.
+          FastDeploy sets a start of 0 in every config, so this comes after those above.
+        - `model_type`: every layer, of mixtral, olmoe, flex_olmo, gpt_oss, phimoe, minimax, minimax_m2, solar_open,
+          granitemoe, granitemoeshared and granitemoe_swa.
+
+        It needs `num_hidden_layers`, the number of experts (`n_routed_experts`, `num_experts`, `num_local_experts` or
+        `moe_num_experts`) and of experts per token (`num_experts_per_tok` or `moe_k`).
 
         Layers of multi-token prediction lie beyond `num_hidden_layers` and are not counted.
 
-        Raises InvalidInputError if the config does not tell, with the fields that were looked for.
+        Raises InvalidInputError if the config does not tell, with the fields that were looked for, or is none.
         """
+        if config is None or isinstance(config, (str, bytes, int, float, os.PathLike, Sequence)):
+            raise InvalidInputError(
+                f"config={config!r}: expected a mapping, as json.load makes of a config.json, or a config object with attributes"
+            )
         text = _field(config, "text_config")
-        fields = config if text is None else text
-        num_layers = _config_integer(fields, ("num_hidden_layers",), minimum=1)
+        model = config if text is None else text
+        num_layers = _config_integer(model, ("num_hidden_layers",), minimum=1)
         return cls(
-            moe_layers=_moe_layers(fields, num_layers),
-            num_experts=_config_integer(fields, _NUM_EXPERTS),
-            top_k=_config_integer(fields, _TOP_K),
+            moe_layers=_moe_layers(model, num_layers),
+            num_experts=_config_integer(model, _NUM_EXPERTS),
+            top_k=_config_integer(model, _TOP_K),
         )
 
 
@@ -159,8 +214,8 @@ def _unknown_config(config: object, why: str) -> InvalidInputError:
     return InvalidInputError(
         f"cannot tell the routing of this config (model_type={_field(config, 'model_type')!r}): {why}. Looked for "
         f"num_hidden_layers; {' or '.join(_NUM_EXPERTS)}; {' or '.join(_TOP_K)}; and, for the layers that route, "
-        "mlp_layer_types, first_k_dense_replace or moe_layer_freq (DeepSeek-V3, GLM-4-MoE), decoder_sparse_step (Qwen3-MoE) or "
-        "moe_layer_start_index (ERNIE-4.5-MoE). Give it by hand: RoutingSpec(moe_layers=..., num_experts=..., top_k=...)"
+        "mlp_layer_types, first_k_dense_replace or moe_layer_freq (DeepSeek-V3, GLM-4-MoE), decoder_sparse_step (Qwen3-MoE), "
+        f"moe_layer_start_index (ERNIE-4.5-MoE) or a model_type whose every layer routes. Give it by hand: {BY_HAND}"
     )
 
 
@@ -186,7 +241,8 @@ def _moe_layers(config: object, num_layers: int) -> tuple[int, ...]:
     layers = range(num_layers)
     types, frequency = _field(config, "mlp_layer_types"), _field(config, "moe_layer_freq")
     if types is not None:
-        if len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
+        listed = isinstance(types, (list, tuple)) and len(types) == num_layers
+        if not listed or any(kind not in ("dense", "sparse") for kind in types):
             raise _unknown_config(
                 config, f"mlp_layer_types={types!r}, expected dense or sparse for {num_layers} layers"
             )
@@ -205,12 +261,16 @@ def _moe_layers(config: object, num_layers: int) -> tuple[int, ...]:
     elif _field(config, "decoder_sparse_step") is not None:
         step = _config_integer(config, ("decoder_sparse_step",), minimum=1)
         dense = _field(config, "mlp_only_layers") or ()
+        if not isinstance(dense, (list, tuple)):
+            raise _unknown_config(config, f"mlp_only_layers={dense!r}, expected a list of layer ids")
         chosen = [i for i in layers if (i + 1) % step == 0 and i not in dense]
     elif _field(config, "moe_layer_start_index") is not None:
         start = _config_integer(config, ("moe_layer_start_index",))
         end = _config_integer(config, ("moe_layer_end_index",), default=-1, minimum=-1)
         step = _config_integer(config, ("moe_layer_interval",), default=1, minimum=1)
         chosen = [i for i in layers if (i + 1) % step == 0 and start <= i and (end == -1 or i <= end)]
+    elif _field(config, "model_type") in EVERY_LAYER_ROUTES:
+        chosen = list(layers)
     else:
         raise _unknown_config(config, "nothing in it says which layers route")
     if not chosen:
@@ -243,6 +303,8 @@ class Row:
     has_logprobs: bool = False
     checksum: int = 0  # XXH3-64 over the layer columns in schema order
 
+    __repr__ = _repr
+
     @property
     def token_stop(self) -> int:
         """One past the last token covered."""
@@ -271,6 +333,8 @@ class Tile:
     layers: tuple[int, ...]
     start: int
     stop: int
+
+    __repr__ = _repr
 
 
 @dataclass(frozen=True)
@@ -317,6 +381,7 @@ class RoutingRecord(RecordHead):
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
+    __repr__ = _repr
 
     def layer(self, layer: int) -> npt.NDArray[Any]:
         """[tokens, top_k] of one layer id, a view.
@@ -324,22 +389,27 @@ class RoutingRecord(RecordHead):
         Raises InvalidRoutingError for a layer that was not read.
         """
         if layer not in self.layers:
-            raise InvalidRoutingError(f"layer {layer} was not read; this record holds {list(self.layers)}")
+            raise InvalidRoutingError(f"layer {layer} was not read; this record holds {shown_layers(self.layers)}")
         view: npt.NDArray[Any] = self.routed_experts[self.layers.index(layer)]
         return view
 
     def to_numpy(self, layout: str = "LTK", out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
         """The ids in the layout asked for: a view, or copied into `out` (any strides, a dtype that holds the ids).
 
+        layout: "LTK" [layers, tokens, top_k], the default and the order at rest, or "TLK" [tokens, layers, top_k], the default
+            of `RoutingWriter.put`. Where tokens and layers are as many, shapes do not tell the two apart.
+
         Bytes of missing tokens are zero and mean nothing: see `present`.
 
-        Raises InvalidRoutingError for an unknown layout, or an `out` of another shape or too narrow a dtype.
+        Raises InvalidRoutingError for an unknown layout, or an `out` that is no array, of another shape or too narrow a dtype.
         """
         if layout not in LAYOUTS:
             raise InvalidRoutingError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}")
         view = self.routed_experts if layout == "LTK" else self.routed_experts.transpose(1, 0, 2)
         if out is None:
             return view
+        if not isinstance(out, np.ndarray):
+            raise InvalidRoutingError(f"out is a {type(out).__name__}: expected a numpy array of {view.shape}")
         if out.shape != view.shape:
             raise InvalidRoutingError(f"out has shape {out.shape}, the record in {layout} has {view.shape}")
         if not np.can_cast(view.dtype, out.dtype, "safe"):

@@ -109,8 +109,9 @@ def expert_counts(
     """
     dataset = open_dataset(uri, storage_options=storage_options)
     spec, components = dataset.spec, dataset.keys.components
-    unknown = [name for name in by if name not in _PLAIN_KEYS and name not in components]
-    if isinstance(by, str) or unknown or len(set(by)) < len(by):
+    listed = isinstance(by, (list, tuple))
+    unknown = [name for name in by if name not in _PLAIN_KEYS and name not in components] if listed else []
+    if not listed or unknown or len(set(by)) < len(by):
         raise InvalidInputError(f"by={by!r}: expected different names among {', '.join((*_PLAIN_KEYS, *components))}")
     counts: dict[tuple[Any, ...], npt.NDArray[np.int64]] = {}
     for record in read_records(dataset, prefix, layers, progress):

@@ -122,7 +122,7 @@ def verify(
     Raises DatasetNotFoundError, FormatError where the dataset's own description is damaged, NewerFormatError for what a later
     version wrote, ReadConflictError while files keep vanishing, StorageError.
     """
-    lookup = Lookup(os.fspath(uri), None, storage_options)
+    lookup = Lookup(uri, None, storage_options)
     run = _Run(lookup, now_ms, progress)
     paths = lookup.partition_paths(lookup.prefix(prefix))
     if progress is not None:
@@ -145,7 +145,7 @@ class _Run:
         self._now_s = now_ms() / 1000
         self._progress = progress
         self._total = 0
-        self._cache = TombstoneCache(lookup.format.keys)
+        self._cache = TombstoneCache(lookup.format.keys, lookup.format.last_turn)
         self._tombstones_readable = True
         self._counts = {"partitions": 0, "shards": 0, "rows": 0, "bytes": 0, "records": 0}
 
@@ -205,7 +205,7 @@ class _Run:
                 yield Problem("tombstone", path, "no file of delete marks, by its name; readers pass it over")
                 continue
             try:
-                TombstoneCache(self._format.keys).update(self._storage, [entry.name])
+                TombstoneCache(self._format.keys, self._format.last_turn).update(self._storage, [entry.name])
             except ObjectNotFoundError:
                 continue  # folded or expired meanwhile
             except NewerFormatError:

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from rr_dataset.errors import (
+    InvalidInputError,
     RecordDroppedError,
     RoutingDatasetError,
     SpoolFullError,
@@ -29,7 +30,7 @@ from rr_dataset.errors import (
 )
 from rr_dataset.intake import Intake, take_in
 from rr_dataset.layout import DatasetFormat, row_ref
-from rr_dataset.options import WriterOptions
+from rr_dataset.options import WriterOptions, check_seconds
 from rr_dataset.record import Range, RoutingSpec, Span
 from rr_dataset.slab import DELETE, DROP, PUT, TOKENS_FIRST, Batch
 from rr_dataset.spool import Spool, choose_base
@@ -93,7 +94,7 @@ class Receipt:
         when the record lies in the spool for longer than tombstones live and was set aside there.
         """
         batch = self._batch()
-        self._supervisor.wait([batch], timeout_s)
+        self._supervisor.wait([batch], check_seconds("timeout_s", timeout_s))
         if batch.failure is not None:
             raise WriterError(batch.failure)
 
@@ -134,9 +135,17 @@ class RoutingWriter:
         """Open the dataset at `uri` through a worker process; with `create`, make it first if there is none.
 
         Raises DatasetNotFoundError, SpecMismatchError (there is a dataset with another spec than `create`),
-        SpoolUnavailableError, or WorkerError.
+        InvalidInputError (also when `create` finds a folder that holds something else), SpoolUnavailableError, or WorkerError.
         """
-        self.options = options or WriterOptions()
+        self.options = WriterOptions() if options is None else options
+        if not isinstance(self.options, WriterOptions):
+            raise InvalidInputError(f"options={options!r}: expected WriterOptions")
+        if create is not None and not isinstance(create, RoutingSpec):
+            raise InvalidInputError(f"create={create!r}: expected a RoutingSpec")
+        try:
+            address = os.fsdecode(uri)
+        except TypeError:
+            raise InvalidInputError(f"uri={uri!r}: expected the path of a dataset, or a file:// URI") from None
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.Lock()  # guards the counters below
@@ -157,7 +166,7 @@ class RoutingWriter:
             sync=self.options.spool_sync,
         )
         try:
-            self._supervisor = self._start_worker(os.fspath(uri), create)
+            self._supervisor = self._start_worker(address, create)
         except BaseException:
             self._spool.close(remove=True)
             raise
@@ -167,7 +176,7 @@ class RoutingWriter:
         start = {
             "uri": uri if "://" in uri else str(Path(uri).absolute()),
             "storage_options": dict(self.options.storage_options),
-            "create": create.to_dict() if create else None,
+            "create": None if create is None else create.to_dict(),
             "writer": self.writer_id,
             "compression": self.options.compression,
             "nice": self.options.worker_nice,
@@ -331,7 +340,7 @@ class RoutingWriter:
         WriterError when something was set aside since the last report; nothing is lost by any of them.
         """
         self._check_usable()
-        self._supervisor.wait(self._spool.batches(), timeout_s)
+        self._supervisor.wait(self._spool.batches(), check_seconds("timeout_s", timeout_s))
         self._raise_failures()
         with self._lock:
             before, self._reported = self._reported, (self._durable, self._durable_bytes)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import pickle
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from strategies import payload, ranges_within, routing, rows, specs
 
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError
-from rr_dataset.record import RecordHead, RoutingRecord, RoutingSpec, Row, RowData
+from rr_dataset.record import EVERY_LAYER_ROUTES, RecordHead, RoutingRecord, RoutingSpec, Row, RowData
 
 SPEC = RoutingSpec(moe_layers=(1, 2, 5), num_experts=8, top_k=2)
 ROW = Row(
@@ -58,6 +59,9 @@ def test_integers_of_numpy_become_plain_ones() -> None:
     "wrong",
     [
         {"moe_layers": ()},
+        {"moe_layers": 4},
+        {"moe_layers": None},
+        {"moe_layers": "34"},
         {"moe_layers": (-1, 2)},
         {"moe_layers": (2, 1)},
         {"moe_layers": (1, 1)},
@@ -86,9 +90,27 @@ def test_a_wrong_spec_is_refused_with_the_field(wrong: dict[str, Any]) -> None:
 def test_layers_are_chosen_by_id() -> None:
     assert SPEC.check_layers(None) == (1, 2, 5)
     assert SPEC.check_layers(np.array([1, 5])) == (1, 5)  # type: ignore[arg-type]
-    for wrong in ([], [0], [1, 3], [5, 1], [1, 1]):
+    for wrong in ([], [0], [1, 3], [5, 1], [1, 1], 1, "12", ["1"], [1.0]):
         with pytest.raises(InvalidRoutingError):
             SPEC.check_layers(wrong)
+
+
+def test_many_layers_are_said_as_runs() -> None:
+    spec = RoutingSpec((*range(3, 61), 70), num_experts=256, top_k=8)
+    assert repr(spec) == (
+        "RoutingSpec(moe_layers=3-60, 70, num_experts=256, top_k=8, dtype='uint8', topk_order='preserve')"
+    )
+    with pytest.raises(
+        InvalidRoutingError, match=r"layers \[0-2, 99\] are not MoE layers of this dataset, which has 3-60, 70"
+    ):
+        spec.check_layers([0, 1, 2, 3, 99])
+    assert ", layers=3-60, 70, " in repr(replace(ROW, layers=spec.moe_layers))
+    record = RoutingRecord("a", ("a",), None, "complete", None, 0, (), (), "run", {}, (), (), layers=spec.moe_layers)
+    assert ", layers=3-60, 70, token_ranges=()" in repr(record)
+    with pytest.raises(InvalidRoutingError, match=r"layer 61 was not read; this record holds 3-60, 70"):
+        record.layer(61)
+    with pytest.raises(InvalidRoutingError, match="out is a list: expected a numpy array"):
+        record.to_numpy(out=[])  # type: ignore[arg-type]
 
 
 QWEN3 = {
@@ -157,6 +179,20 @@ CONFIGS: list[tuple[str, dict[str, Any], tuple[int, ...], int, int]] = [
 ]
 
 
+@pytest.mark.parametrize("model_type", sorted(EVERY_LAYER_ROUTES))
+def test_models_whose_every_layer_routes_are_known_by_name(model_type: str) -> None:
+    config = {"model_type": model_type, "num_hidden_layers": 3, "num_local_experts": 8, "num_experts_per_tok": 2}
+    assert RoutingSpec.from_config(config) == RoutingSpec((0, 1, 2), 8, 2)
+    assert RoutingSpec.from_config({**config, "first_k_dense_replace": 1}) == RoutingSpec((1, 2), 8, 2)
+    assert model_type in str(RoutingSpec.from_config.__doc__)
+
+
+@pytest.mark.parametrize("config", [None, "config.json", b"{}", Path("config.json"), [], 5])
+def test_what_is_no_config_is_refused(config: object) -> None:
+    with pytest.raises(InvalidInputError, match="expected a mapping, as json.load"):
+        RoutingSpec.from_config(config)
+
+
 def as_object(config: dict[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**{k: as_object(v) if isinstance(v, dict) else v for k, v in config.items()})
 
@@ -185,6 +221,8 @@ def test_a_spec_comes_from_a_models_config(
         ({**DEEPSEEK, "moe_layer_freq": 0}, "moe_layer_freq=0"),
         ({**QWEN3, "decoder_sparse_step": 0}, "decoder_sparse_step=0"),
         ({**QWEN3, "mlp_layer_types": ["sparse"]}, "dense or sparse for 6 layers"),
+        ({**QWEN3, "mlp_layer_types": 5}, "dense or sparse for 6 layers"),
+        ({**QWEN3, "mlp_only_layers": 5}, "mlp_only_layers=5, expected a list"),
         ({**QWEN3, "mlp_layer_types": ["hash_moe"] * 6}, "dense or sparse for 6 layers"),
     ],
 )
@@ -241,7 +279,7 @@ def test_a_layer_is_a_view_by_id() -> None:
     one = record()
     assert one.layer(5).base is not None
     np.testing.assert_array_equal(one.layer(5), one.routed_experts[1])
-    with pytest.raises(InvalidRoutingError, match=r"layer 2 was not read; this record holds \[1, 5\]"):
+    with pytest.raises(InvalidRoutingError, match=r"layer 2 was not read; this record holds 1, 5"):
         one.layer(2)
 
 

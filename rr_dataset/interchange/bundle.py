@@ -68,11 +68,11 @@ def copy(
     if ids is not None and prefix is not None:
         raise InvalidInputError("both ids and prefix are given: choose one")
     codec = Codec(*parse_compression(compression))
-    origin = Lookup(os.fspath(source), None, source_options)
+    origin = Lookup(source, None, source_options)
     if open_storage(destination, destination_options).uri == origin.storage.uri:
         raise InvalidInputError(f"{origin.storage.uri} is both source and destination")
     _ensure(os.fspath(destination), origin.format, destination_options)
-    run = _Copy(origin, Lookup(os.fspath(destination), None, destination_options), codec)
+    run = _Copy(origin, Lookup(destination, None, destination_options), codec)
     chosen = None if ids is None else origin.by_partition(id_list(ids))
     paths = sorted(chosen) if chosen is not None else list(origin.partition_paths(origin.prefix(prefix)))
     sizes = [0 if progress is None else sum(entry.size for entry in origin.storage.list(path)) for path in paths]

@@ -15,7 +15,7 @@ from rr_dataset.errors import InvalidInputError, InvalidRoutingError
 from rr_dataset.keys import KeyScheme
 from rr_dataset.layout import DatasetFormat
 from rr_dataset.options import COMPRESSIONS
-from rr_dataset.record import RoutingSpec, Row, RowData
+from rr_dataset.record import RoutingSpec, Row, RowData, shown_layers
 from rr_dataset.schema import VECTORS, scalar_schema, shard_schema
 from rr_dataset.shard.arrow import ALIGNMENT, COMPRESSED_PREFIX_BYTES, BatchLayout, Block, FileTemplate, padded
 from rr_dataset.shard.index import CHECKSUM_KEY, INDEX_KEY, MAX_COLUMN_BYTES, PayloadColumns, encode_index
@@ -242,7 +242,9 @@ def _check(data: RowData, spec: RoutingSpec) -> None:
     experts = data.routed_experts
     if experts is None:
         if layers:
-            raise InvalidRoutingError(f"row {row.record_id} claims layers {list(layers)} and has no routed_experts")
+            raise InvalidRoutingError(
+                f"row {row.record_id} claims layers {shown_layers(layers)} and has no routed_experts"
+            )
     elif not layers:
         raise InvalidRoutingError(f"row {row.record_id} has routed_experts of {experts.shape} and claims no layers")
     elif experts.shape != (len(layers), row.num_tokens, spec.top_k) or experts.dtype != spec.dtype:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rr_dataset.errors import CorruptShardError, InvalidRoutingError
+from rr_dataset.record import shown_layers
 from rr_dataset.schema import VECTORS
 from rr_dataset.shard.arrow import COMPRESSED_PREFIX_BYTES
 from rr_dataset.shard.index import ShardIndex, Source
@@ -102,7 +103,7 @@ def _check_read(
             f"tokens {read.start} to {read.stop}: row {row.record_id} has {row.token_start} to {row.token_stop}"
         )
     if layers != row.layers and not set(layers) <= set(row.layers):
-        raise InvalidRoutingError(f"layers {list(layers)}: row {row.record_id} has {list(row.layers)}")
+        raise InvalidRoutingError(f"layers [{shown_layers(layers)}]: row {row.record_id} has {shown_layers(row.layers)}")
     if isinstance(read, VectorRead) and not getattr(row, f"has_{read.column}"):
         raise InvalidRoutingError(f"row {row.record_id} has no {read.column}")
     if read.out.shape != shape or read.out.dtype != dtype:

@@ -23,7 +23,10 @@ def open_storage(uri: str | os.PathLike[str], storage_options: Mapping[str, Any]
 
     Raises InvalidInputError for another scheme, an empty `uri`, or options the store does not know.
     """
-    text = os.fspath(uri)
+    try:
+        text = os.fsdecode(uri)
+    except TypeError:
+        raise InvalidInputError(f"uri={uri!r}: expected the path of a dataset, or a file:// URI") from None
     if re.match(r"file:", text, re.IGNORECASE):
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
@@ -35,6 +38,8 @@ def open_storage(uri: str | os.PathLike[str], storage_options: Mapping[str, Any]
         raise InvalidInputError(f"{text!r}: no storage for {scheme[1]}://; give a path or a file:// URI")
     if not text or "\0" in text:
         raise InvalidInputError(f"{text!r}: expected the path of a dataset")
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise InvalidInputError(f"storage_options={storage_options!r}: expected a mapping")
     if storage_options:
         raise InvalidInputError(f"storage_options {sorted(storage_options)}: a local path takes none")
     return LocalStorage(text)
