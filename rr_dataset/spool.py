@@ -154,7 +154,7 @@ class Spool:
     def close_active(self, *, min_age_s: float = 0) -> None:
         """Close the active slabs whose first entry is at least `min_age_s` old."""
         with self.changed:
-            for slab in list(self._active.values()):
+            for _, slab in sorted(self._active.items(), reverse=True):  # that of deletes first
                 if slab.batch.opened_s and time.monotonic() - slab.batch.opened_s >= min_age_s:
                     self._close(slab)
 

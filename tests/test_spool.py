@@ -475,3 +475,16 @@ def test_free_slabs_are_free_in_their_files(spool: Spool) -> None:
     publish(spool)
     spool.collect()
     assert set(states(spool).values()) == {FREE}
+
+
+@pytest.mark.parametrize("puts_first", [True, False])
+def test_a_slab_of_deletes_is_sealed_once_and_before_that_of_the_puts(spool: Spool, puts_first: bool) -> None:
+    sealed = []
+    for slab in spool._slabs + spool._control:
+        slab.seal = lambda slab=slab, seal=slab.seal: (sealed.append(slab.batch.control), seal())  # type: ignore[method-assign]
+    for kind in (PUT, DROP) if puts_first else (DROP, PUT):
+        reservation = spool.reserve(kind, 0, b"a", b"{}", tokens=1, payload_bytes=0)
+        assert reservation is not None
+        spool.commit(reservation)
+    spool.close_active()
+    assert sealed == [True, False]
