@@ -29,6 +29,7 @@ HEALTHY_S = 60.0  # a worker that lived so long, or published something, begins 
 FIRST_DELAY_S, LAST_DELAY_S = 0.1, 5.0
 PROBE_S = 5.0  # how soon another slab is spent on a storage that fails
 LOG_NAME = "worker.log"
+LOG_BYTES = 1 << 20  # it lies in the spool, so it begins anew when it is larger
 
 
 class Channel:
@@ -230,6 +231,8 @@ class Supervisor:
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 undo.callback(ours.close)
                 with theirs, (self._spool.directory / LOG_NAME).open("ab") as log:
+                    if log.tell() > LOG_BYTES:
+                        log.truncate(0)
                     self._process = subprocess.Popen(
                         [sys.executable, "-m", "rr_dataset.worker", str(theirs.fileno()), str(os.getpid())],
                         stdin=subprocess.DEVNULL,

@@ -33,7 +33,7 @@ from rr_dataset.recovery import LEFT, LIVING, SpoolReport, adopt
 from rr_dataset.slab import ASIDE, SEALED, read_state
 from rr_dataset.spool import remove_directory
 from rr_dataset.storage import open_storage
-from rr_dataset.supervisor import Channel
+from rr_dataset.supervisor import LOG_BYTES, Channel
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 5.0  # between attempts at a slab that fails
 LINGER_S = 1.0  # whoever ends a whole tree of processes ends the engine a moment before or after the worker
@@ -113,6 +113,7 @@ class Worker:
 
     def _failed(self, slab: Path, retry: _Retry | None, error: Exception) -> _Retry:
         if retry is None:  # once: the log lies in the spool
+            _bound_log()
             _log.warning("cannot publish %s", slab, exc_info=error)
         pause_s = FIRST_PAUSE_S if retry is None else min(2 * retry.pause_s, LAST_PAUSE_S)
         seq = None
@@ -163,6 +164,11 @@ class Worker:
 
     def _end_soon(self, wait_s: float) -> None:
         self._end_s = min(self._end_s, time.monotonic() + wait_s)
+
+
+def _bound_log() -> None:
+    if os.fstat(sys.stderr.fileno()).st_size > LOG_BYTES:
+        os.ftruncate(sys.stderr.fileno(), 0)  # it is open for appending
 
 
 def _describe(error: BaseException) -> dict[str, str]:

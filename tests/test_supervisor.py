@@ -15,7 +15,7 @@ import pytest
 
 import rr_dataset as rr
 from rr_dataset import supervisor as supervisor_module
-from rr_dataset.supervisor import Channel, _revive
+from rr_dataset.supervisor import LOG_BYTES, Channel, _revive
 from tests.engines import SPEC, alive, experts, options, spools, stored_rows, until
 
 # ---- the channel
@@ -204,6 +204,28 @@ def test_a_worker_that_lived_long_enough_is_not_the_last_of_a_row(
             until(lambda kills=kills: writer.stats().worker_restarts == kills, "another one is to be started")
             until(lambda: alive(writer.stats().worker_pid), "it is")
         writer.put("a:1", experts(1), "LTK").wait()
+
+
+def test_the_workers_log_is_bounded(tmp_path: Path, place: Path) -> None:
+    root = tmp_path / "ds"
+    with rr.RoutingWriter(root, options(place), create=SPEC) as writer:
+        log = Path(writer.stats().spool_dir) / "worker.log"
+
+        def grow() -> None:
+            with log.open("ab") as file:
+                file.write(b"x" * (LOG_BYTES + 1))
+
+        grow()
+        os.kill(writer.stats().worker_pid, signal.SIGKILL)
+        until(lambda: log.stat().st_size < LOG_BYTES, "the next worker begins it anew")
+        writer.put("a:0", experts(0), "LTK").wait()
+        grow()
+        (root / "data_id=b").write_text("")
+        receipt = writer.put("b:0", experts(0), "LTK")
+        until(lambda: b"cannot publish" in log.read_bytes(), "the worker tells of a failure")
+        assert log.stat().st_size < LOG_BYTES
+        (root / "data_id=b").unlink()
+        receipt.wait()
 
 
 async def wait_for(receipt: rr.Receipt) -> None:
