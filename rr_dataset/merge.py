@@ -289,6 +289,8 @@ class _Extra:
         shards = {each.shard.path: each.shard for each in kept}
         fields: dict[str, pa.Field] = {}
         for path, shard in shards.items():
+            if shard.index.num_columns == len(known):
+                continue
             with storage.open(path) as source:
                 schema = _arrow(source, shard.entry.size).schema
             for field in schema:

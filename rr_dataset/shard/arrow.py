@@ -26,7 +26,9 @@ _PREFIX_BYTES = 8  # continuation marker and int32 length before a message
 
 _MESSAGE_HEADER, _MESSAGE_BODY_LENGTH = 2, 3  # Message: version, header_type, header, bodyLength
 _BATCH_LENGTH, _BATCH_NODES, _BATCH_BUFFERS = 0, 1, 2  # RecordBatch: length, nodes, buffers, compression
-_FOOTER_BATCHES, _FOOTER_METADATA = 3, 4  # Footer: version, schema, dictionaries, recordBatches, custom_metadata
+# Footer: version, schema, dictionaries, recordBatches, custom_metadata
+_FOOTER_SCHEMA, _FOOTER_BATCHES, _FOOTER_METADATA = 1, 3, 4
+_SCHEMA_FIELDS = 1  # Schema: endianness, fields
 _KEY, _VALUE = 0, 1  # KeyValue: key, value
 _BLOCK = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("pad", "<i4"), ("body", "<i8")])
 
@@ -162,13 +164,14 @@ def footer_length(tail: bytes) -> int:
     return length
 
 
-def read_footer(footer: bytes) -> tuple[int, dict[bytes, bytes]]:
-    """The number of record batches and the custom metadata of a footer.
+def read_footer(footer: bytes) -> tuple[int, int, dict[bytes, bytes]]:
+    """The number of columns, the number of record batches and the custom metadata of a footer.
 
     Raises ValueError for bytes that are no footer.
     """
     try:
         table = _follow(footer, 0)
+        columns = _vector(footer, _follow(footer, _field(footer, table, _FOOTER_SCHEMA)), _SCHEMA_FIELDS, 4)
         batches = _vector(footer, table, _FOOTER_BATCHES, _BLOCK.itemsize)
         entries = _vector(footer, table, _FOOTER_METADATA, 4)
         metadata = {}
@@ -177,7 +180,7 @@ def read_footer(footer: bytes) -> tuple[int, dict[bytes, bytes]]:
             metadata[footer[_vector(footer, entry, _KEY, 1)]] = footer[_vector(footer, entry, _VALUE, 1)]
     except struct.error as error:
         raise ValueError(f"its footer is no Arrow footer ({error})") from error
-    return _length(batches) // _BLOCK.itemsize, metadata
+    return _length(columns) // 4, _length(batches) // _BLOCK.itemsize, metadata
 
 
 def _follow(buffer: bytes | memoryview, at: int) -> int:

@@ -138,6 +138,7 @@ def _bounds(columns: tuple[int, ...]) -> list[int]:
 class ShardIndex:
     """What a reader knows of a shard before it reads payload. Immutable, picklable, valid as long as the file is."""
 
+    num_columns: int  # of the Arrow schema, also those that this version does not know
     payload: PayloadColumns
     components: tuple[str, ...]  # names, parallel to Row.components
     compression: str
@@ -247,13 +248,13 @@ def read_index(source: Source) -> ShardIndex:
             _corrupt(f"its trailer claims a footer of {length} bytes, the file has {size}")
         if length + TRAILER_BYTES > len(tail):
             tail = source.tail(length + TRAILER_BYTES)
-        num_batches, metadata = read_footer(tail[len(tail) - TRAILER_BYTES - length : -TRAILER_BYTES])
+        num_columns, num_batches, metadata = read_footer(tail[len(tail) - TRAILER_BYTES - length : -TRAILER_BYTES])
         text, checksum = metadata.get(INDEX_KEY.encode()), metadata.get(CHECKSUM_KEY.encode())
         if text is None or checksum is None:
             _corrupt(f"its footer has no {INDEX_KEY} and {CHECKSUM_KEY}: it was not written by rr_dataset")
         if xxhash.xxh3_64_hexdigest(text).encode() != checksum:
             _corrupt(f"its {INDEX_KEY} does not have the checksum in {CHECKSUM_KEY}: it is damaged")
-        return _decode(json.loads(text), num_batches, size - TRAILER_BYTES - length)
+        return _decode(json.loads(text), num_columns, num_batches, size - TRAILER_BYTES - length)
     except (ValueError, RecursionError) as error:
         if isinstance(error, (CorruptShardError, NewerFormatError)):
             raise
@@ -340,7 +341,7 @@ def _decode_spec(data: dict[str, Any]) -> RoutingSpec:
         _corrupt(f"spec is {data!r:.200} ({error!r})")
 
 
-def _decode(index: Any, num_batches: int, footer_at: int) -> ShardIndex:
+def _decode(index: Any, num_columns: int, num_batches: int, footer_at: int) -> ShardIndex:
     read = _Reader(index)
     version = read.value("version", int)
     if version > FORMAT_VERSION:
@@ -356,6 +357,7 @@ def _decode(index: Any, num_batches: int, footer_at: int) -> ShardIndex:
     num_tokens = read.integers("num_tokens", MAX_COLUMN_BYTES)
     first_rows, buffers = _decode_batches(read, len(payload.names), num_batches, footer_at)
     result = ShardIndex(
+        num_columns=num_columns,
         payload=payload,
         components=tuple(read.value("components", dict)),
         compression=compression,
