@@ -287,11 +287,14 @@ def test_a_reader_that_keeps_old_indexes(root: Path) -> None:
         check()
 
 
-def test_a_prompt_is_decoded_once_per_call(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("packed_bytes", [1, 32 << 20])
+def test_a_prompt_is_decoded_once_per_call(root: Path, monkeypatch: pytest.MonkeyPatch, packed_bytes: int) -> None:
+    monkeypatch.setattr(shard_read, "_PACKED_BYTES", packed_bytes)
     stored = Stored(root)
     ids = [f"p:{i}:0:0" for i in range(12)]
     for request_id in ids:
         stored.put(request_id, 300)
+    model = seen(root)
     rr.compact(root)
     for path in shards(root):
         if path.name.startswith("00-"):
@@ -299,7 +302,9 @@ def test_a_prompt_is_decoded_once_per_call(root: Path, monkeypatch: pytest.Monke
     decoded: list[int] = []
     decompress = shard_read._decompress
     monkeypatch.setattr(shard_read, "_decompress", lambda *args: decoded.append(args[2]) or decompress(*args))
-    assert len(rr.open_dataset(root).get_many(ids)) == 12
+    for request_id, record in zip(ids, rr.open_dataset(root).get_many(ids), strict=True):
+        assert record.request_id == request_id
+        assert record.to_numpy().tobytes() == model[request_id][0]
     assert len(decoded) == len(set(decoded)) == SPEC.num_layers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,3 +149,22 @@ def test_sorted_ids_stay_sorted(tmp_path: Path) -> None:
         if path.name.startswith("00"):
             path.unlink()
     assert np.array_equal(stored.dataset.get("p:0:0:0").to_numpy(), np.sort(data.routed_experts, axis=2))
+
+
+def test_memory_is_that_of_batches_and_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen megabytes that do not compress, in outputs of four and batches of one."""
+    monkeypatch.setattr(merging, "MIXED_BATCH_BYTES", 1 << 20)
+    stored = Stored(tmp_path / "steps", keys=rr.KeyScheme.by_step())
+    tokens = (1 << 18) // SPEC.bytes_per_token
+    for i in range(64):
+        stored.put(f"7:prompt_{i}", tokens)
+    rr.compact(stored.root, target_bytes=1 << 20, prefix="8")  # what is loaded once
+    tracemalloc.start()
+    try:
+        report = rr.compact(stored.root, target_bytes=4 << 20)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert report.outputs >= 4
+    assert peak < 9 << 20
+    assert len(seen(stored.root)) == 64

@@ -18,6 +18,7 @@ from rr_dataset.shard.index import ShardIndex, Source
 from rr_dataset.shard.tiling import copy_tiles
 
 _CACHE_LINE_BYTES = 64
+_PACKED_BYTES = 32 << 20  # of compressed buffers that are read together, and in memory before they are decoded
 _VECTOR_DTYPES = (np.int32, np.float32)
 
 
@@ -50,7 +51,7 @@ def read_tiles(
 ) -> None:
     """Read exact ranges of a stored shard into arrays, with one request per stretch of neighbouring bytes.
 
-    A compressed buffer is read and decoded as a whole, once per call. Payload checksums are not compared.
+    A compressed buffer is read and decoded as a whole, once per call, some 32 MiB of them at a time. Payload checksums are not compared.
 
     Raises InvalidRoutingError for a range that the row does not have or an `out` of another shape, CorruptShardError for a
     buffer that does not decode, and what `source.read_runs` raises.
@@ -103,7 +104,9 @@ def _check_read(
             f"tokens {read.start} to {read.stop}: row {row.record_id} has {row.token_start} to {row.token_stop}"
         )
     if layers != row.layers and not set(layers) <= set(row.layers):
-        raise InvalidRoutingError(f"layers [{shown_layers(layers)}]: row {row.record_id} has {shown_layers(row.layers)}")
+        raise InvalidRoutingError(
+            f"layers [{shown_layers(layers)}]: row {row.record_id} has {shown_layers(row.layers)}"
+        )
     if isinstance(read, VectorRead) and not getattr(row, f"has_{read.column}"):
         raise InvalidRoutingError(f"row {row.record_id} has no {read.column}")
     if read.out.shape != shape or read.out.dtype != dtype:
@@ -159,15 +162,29 @@ def _read(source: Source, wanted: list[tuple[int, memoryview]]) -> None:
 
 
 def _decode(source: Source, pieces: Sequence[_Piece], codec: pa.Codec) -> None:
-    """The same for compressed buffers: each is read whole and decoded once."""
-    stored = {piece.at: memoryview(bytearray(piece.stored)) for piece in pieces}
-    _read(source, list(stored.items()))
+    """The same for compressed buffers: each is read whole and decoded once, a few at a time."""
     by_buffer: dict[int, list[_Piece]] = {}
     for piece in pieces:
         by_buffer.setdefault(piece.at, []).append(piece)
-    for at, parts in by_buffer.items():
-        raw = _decompress(stored.pop(at), parts[0].raw, at, codec)
-        for part in parts:
+    waiting: dict[int, memoryview] = {}
+    size = 0
+    for at in sorted(by_buffer):
+        waiting[at] = memoryview(bytearray(by_buffer[at][0].stored))
+        size += len(waiting[at])
+        if size >= _PACKED_BYTES:
+            _unpack(source, waiting, by_buffer, codec)
+            size = 0
+    _unpack(source, waiting, by_buffer, codec)
+
+
+def _unpack(
+    source: Source, waiting: dict[int, memoryview], by_buffer: dict[int, list[_Piece]], codec: pa.Codec
+) -> None:
+    """Fill and empty `waiting`."""
+    _read(source, list(waiting.items()))
+    for at in list(waiting):
+        raw = _decompress(waiting.pop(at), by_buffer[at][0].raw, at, codec)
+        for part in by_buffer[at]:
             part.target[:] = raw[part.start : part.start + len(part.target)]
 
 
