@@ -47,7 +47,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m tests.benchmarks
 
 nightly: $(VENV)/.dev
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q -m ''
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q -m '' -o faulthandler_timeout=1800
 
 clean:
 	rm -rf $(VENV) .venv-tools build dist *.egg-info .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
