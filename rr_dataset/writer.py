@@ -226,6 +226,8 @@ class RoutingWriter:
 
         routed_experts: [tokens, layers, top_k] ("TLK") or [layers, tokens, top_k] ("LTK") of any integer dtype and
             strides, a numpy array or a tensor; logical expert ids, 0 to num_experts - 1.
+        layout: "TLK" is the default here, "LTK" that of `RoutingRecord.to_numpy`. A wrong one is found by the shape, but not
+            where tokens and layers are as many: then it is stored transposed, so say what you have.
         layers: the layer ids of the layer axis, if not all of the spec; the record is then a part.
         token_ids, logprobs: one for each token of `routed_experts` (int32; float32, NaN where there is none).
         token_start: position of the first token. part: whether earlier puts of this id stay; a whole put
@@ -237,7 +239,8 @@ class RoutingWriter:
 
         Raises InvalidRequestIdError, InvalidRoutingError or RecordTooLargeError (then nothing is written),
         WriterClosedError, WriterForkedError, and SpoolFullError under on_full="raise". Never waits for the storage
-        and never raises for it: with a full spool the record is dropped after `block_timeout_s`, the receipt says so.
+        and never raises for it: with a full spool the record is dropped after `block_timeout_s`. The receipt says so, a row,
+        the next FlushReport, and for the first since the last report a warning of the logger "rr_dataset".
         """
         began = time.perf_counter()
         self._check_usable()
@@ -290,9 +293,16 @@ class RoutingWriter:
         if reservation is not None:
             self._spool.commit(reservation)
         with self._lock:
+            first = not self._unreported[reason]
             self._dropped[reason] += 1
             self._unreported[reason] += 1
             self._dropped_without_row += reservation is None
+        if first:
+            _log.warning(
+                "record %r was dropped: %s%s. The next flush counts it and those that follow; raise spool_bytes=%d, flush "
+                'more often, or choose on_full="raise"',
+                *(intake.request_id.decode(), reason, self._supervisor.because(), self.options.spool_bytes),
+            )
         ref = "" if reservation is None else self._ref(reservation.t_submit, intake)
         return Receipt(self._supervisor, reason, ref)
 
@@ -350,12 +360,16 @@ class RoutingWriter:
     def close(self) -> None:
         """Flush within `drain_timeout_s`, end the worker and delete the spool. Closing twice is no error.
 
+        Drops that no FlushReport has told are a warning of the logger "rr_dataset".
+
         Raises as `flush` does; the spool then stays on disk, with what is not yet durable, and says where.
         """
         if os.getpid() != self._pid or self._closed:
             return
         self._closed = True
         _open_writers.discard(self)
+        for reason, count in self._unreported.items():
+            _log.warning("%d records were dropped, of which no flush has told: %s", count, reason)
         kept = True
         try:
             try:

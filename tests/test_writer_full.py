@@ -59,6 +59,27 @@ class Waits:
         monkeypatch.setattr(writer._spool.changed, "wait", counted)
 
 
+def test_drops_are_logged_once_per_report_and_at_close(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with RoutingWriter(tmp_path / "ds", options(tmp_path, block_timeout_s=0), create=SPEC) as writer:
+        for outage in ("y", "z"):
+            caplog.clear()
+            with stopped(writer.stats().worker_pid):
+                dropped = len(fill(writer, f"logged{outage}")) - 1
+                writer.put(f"logged{outage}:{dropped + 1}", experts(0, BIG), "LTK")
+            (logged,) = caplog.records
+            assert (logged.name, logged.levelname) == ("rr_dataset", "WARNING")
+            assert f"record 'logged{outage}:{dropped}' was dropped: spool full" in logged.getMessage()
+            assert f"raise spool_bytes={4 << 20}" in logged.getMessage()
+            if outage == "y":
+                assert writer.flush().dropped == {"spool full": 2}
+        caplog.clear()
+    assert caplog.messages == ["2 records were dropped, of which no flush has told: spool full"]
+    with RoutingWriter(tmp_path / "ds", options(tmp_path)) as writer:
+        caplog.clear()
+        writer.put("logged:0", experts(0), "LTK")
+    assert caplog.messages == []
+
+
 def test_a_full_spool_drops_with_a_row_and_waits_once_per_outage(
     writer: RoutingWriter, dataset: Any, base: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
