@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from enum import Enum
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rr_dataset import DatasetInfo, KeyScheme, RecordHead, RoutingSpec, create_dataset, open_dataset
+from rr_dataset import (
+    DatasetInfo,
+    DatasetNotFoundError,
+    InvalidInputError,
+    KeyScheme,
+    RecordHead,
+    RoutingDataset,
+    RoutingSpec,
+    create_dataset,
+    open_dataset,
+)
+from rr_dataset.record import BY_HAND, shown_layers
 
 from . import output
 from .options import Json, Uri, parse_layers
 from .records import head_json
+
+_HEADS_AT_ONCE = 10_000
 
 
 class Keep(str, Enum):
@@ -72,7 +89,10 @@ def create(
     """Create an empty dataset for the routing of one model."""
     spec = _spec(config, layers, experts, top_k)
     scheme = _scheme(keys, partition_by, buckets)
+    existed = _is_dataset(uri)
     dataset = create_dataset(uri, spec, keys=scheme, keep=keep.value, exist_ok=exist_ok)
+    if not as_json:
+        output.show_line("exists already, with these settings" if existed else "created")
     _show_info(dataset.info(), as_json)
 
 
@@ -91,16 +111,44 @@ def ls(
 ) -> None:
     """List the request ids of a dataset."""
     dataset = open_dataset(uri)
-    ids = dataset.ids(prefix)
+    heads = _heads(dataset, prefix)
     if not long:
-        output.show_json(list(ids)) if as_json else output.show_lines(output.printable(i) for i in ids)
-        return
-    heads = [head for head in dataset.heads(ids, on_missing="none") if head is not None]
-    if as_json:
+        _show_ids(heads, as_json)
+    elif as_json:
         output.show_json([head_json(head) for head in heads])
     else:
+        columns = ("id", "status", "tokens", "missing", "weights", "submitted", "run")
         output.show_table(
-            ("id", "status", "tokens", "missing", "weights", "submitted", "run"), [_head_cells(head) for head in heads]
+            columns, map(_head_cells, heads), optional=("run", "weights", "submitted", "missing", "tokens")
+        )
+
+
+def _heads(dataset: RoutingDataset, prefix: str | None) -> Iterator[RecordHead]:
+    """What is there, some records in memory at a time; one that is deleted meanwhile is left out."""
+    ids = dataset.ids(prefix)
+    while some := list(islice(ids, _HEADS_AT_ONCE)):
+        yield from (head for head in dataset.heads(some, on_missing="none") if head is not None)
+
+
+def _show_ids(heads: Iterable[RecordHead], as_json: bool) -> None:
+    """Ids alone; a terminal marks the dropped ones, and a note on stderr counts them."""
+    seen: Counter[bool] = Counter()
+
+    def counted() -> Iterator[RecordHead]:
+        for head in heads:
+            seen[head.status == "dropped"] += 1
+            yield head
+
+    if as_json:
+        output.show_json([head.request_id for head in counted()])
+    else:
+        mark = "  dropped" if sys.stdout.isatty() else ""
+        output.show_lines(
+            output.printable(head.request_id) + (mark if head.status == "dropped" else "") for head in counted()
+        )
+    if seen[True]:
+        output.show_note(
+            f"{seen[True]:,} of these {seen.total():,} ids were dropped by their writer: `ls --long --json` says why"
         )
 
 
@@ -113,13 +161,13 @@ def _show_info(info: DatasetInfo, as_json: bool) -> None:
         {
             "dataset": info.uri,
             "uuid": info.format.uuid,
-            "routing": f"layers {output.shown_layers(spec.moe_layers)}; {spec.num_experts} experts, top-{spec.top_k}, "
+            "routing": f"layers {shown_layers(spec.moe_layers)}; {spec.num_experts} experts, top-{spec.top_k}, "
             f"{spec.dtype}, {spec.topk_order} order; {spec.bytes_per_token} B a token",
             "ids": keys.rest if keys.buckets else keys.delimiter.join(keys.components),
             "keeps": "the last turn only" if info.format.keep == "last_turn" else None,
             "directories": f"{info.partitions:,} by {', '.join(keys.components[: keys.partition_by])}",
             "shards": f"{info.shards:,}",
-            "rows": f"{info.rows:,}",
+            "rows": f"{info.rows:,} puts and drops" if info.rows else "0",
             "size": output.shown_bytes(info.bytes),
             "delete marks": info.tombstone_files or None,
             "format": f"version {info.format.format_version}",
@@ -132,12 +180,30 @@ def _spec(config: Path | None, layers: str | None, experts: int | None, top_k: i
         if layers is not None or experts is not None or top_k is not None:
             raise typer.BadParameter("says layers, experts and top-k already; leave those out", param_hint="--config")
         try:
-            return RoutingSpec.from_config(json.loads(config.read_text()))
-        except json.JSONDecodeError as error:
+            return RoutingSpec.from_config(json.loads(config.read_text("utf-8")))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise typer.BadParameter(f"{config} is no JSON: {error}", param_hint="--config") from error
+        except InvalidInputError as error:
+            text = str(error).replace(BY_HAND, "--layers, --experts and --top-k")
+            raise InvalidInputError(f"--config {config}: {text}") from error
     if layers is None or experts is None or top_k is None:
-        raise typer.BadParameter("give --layers, --experts and --top-k, or --config", param_hint="URI")
-    return RoutingSpec(moe_layers=tuple(parse_layers(layers)), num_experts=experts, top_k=top_k)
+        given = {"--layers": layers, "--experts": experts, "--top-k": top_k}
+        lacking = " and ".join(name for name, value in given.items() if value is None)
+        raise typer.BadParameter("needed, unless a --config says it", param_hint=lacking)
+    try:
+        return RoutingSpec(moe_layers=tuple(parse_layers(layers)), num_experts=experts, top_k=top_k)
+    except InvalidInputError as error:
+        text = str(error)
+        for name, option in (("moe_layers", "--layers"), ("num_experts", "--experts"), ("top_k", "--top-k")):
+            text = text.replace(f"{name}=", f"{option} ")
+        raise InvalidInputError(text) from error
+
+
+def _is_dataset(uri: str) -> bool:
+    with suppress(DatasetNotFoundError):
+        open_dataset(uri)
+        return True
+    return False
 
 
 def _scheme(keys: Keys, partition_by: int | None, buckets: int | None) -> KeyScheme:
@@ -159,6 +225,6 @@ def _head_cells(head: RecordHead) -> Sequence[object]:
         head.num_tokens,
         output.shown_ranges(head.missing),
         ", ".join(dict.fromkeys(output.printable(version) for _, _, version in head.weights)),
-        output.shown_time(head.rows[-1].t_submit),
-        output.printable(head.run_id),
+        output.column_time(head.rows[-1].t_submit),
+        output.column_run(head.run_id),
     )

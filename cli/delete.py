@@ -57,7 +57,7 @@ def delete(
         "everything": everything,
     }
     if not (prefix or what["ids"] or glob or older_than or run or everything):
-        raise typer.BadParameter("give --prefix, --ids-file, --glob, --older-than, --run, or --all", param_hint="URI")
+        raise typer.BadParameter("say what: --prefix, --ids-file, --glob, --older-than, --run, or --all")
     if dry_run:
         _show_plan(plan_delete(uri, **what), as_json=as_json)
         return

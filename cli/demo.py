@@ -21,7 +21,7 @@ from .options import Json
 
 
 def demo(
-    uri: Annotated[str, typer.Argument(metavar="[URI]", help="Where the dataset goes and stays")] = "demo-dataset",
+    uri: Annotated[str, typer.Argument(metavar="URI", help="Where the dataset goes and stays")] = "demo-dataset",
     rate: Annotated[
         float, typer.Option(min=0, metavar="N", help="Requests that finish per second; 0: without a pause")
     ] = 100.0,

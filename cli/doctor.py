@@ -32,7 +32,7 @@ def doctor(
     if as_json:
         output.show_json([asdict(finding) for finding in findings])
     else:
-        output.show_table(("", "check", "seen"), [(f.level, f.check, _shown(f)) for f in findings])
+        output.show_sentences(("", "check", "seen"), [(f.level, f.check, _shown(f)) for f in findings])
     if any(finding.level == "fail" for finding in findings):
         raise typer.Exit(output.EXIT_FOUND_PROBLEMS)
 

@@ -13,33 +13,36 @@ from typing import Annotated
 
 import typer
 
+from rr_dataset.description import WAYS_OUT
 from rr_dataset.errors import RoutingDatasetError, RoutingDatasetWarning
 
 from . import datasets, delete, demo, doctor, exchange, output, records, recover, stats, upkeep, verify
+from .help import Command, Group
 
 app = typer.Typer(
     name="rr-dataset",
+    cls=Group,
     help="Store and read the expert routing of Mixture-of-Experts rollouts.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(datasets.create)
-app.command()(datasets.info)
-app.command()(datasets.ls)
-app.command()(records.get)
-app.command()(stats.stats)
-app.command()(delete.delete)
-app.command()(doctor.doctor)
-app.command()(recover.recover)
-app.command()(verify.verify)
-app.command()(exchange.copy)
-app.command("import")(exchange.import_fastdeploy)
-app.command()(exchange.export)
-app.command()(upkeep.compact)
-app.command()(upkeep.gc)
-app.command()(upkeep.maintain)
-app.command()(demo.demo)
+app.command(cls=Command)(datasets.create)
+app.command(cls=Command)(datasets.info)
+app.command(cls=Command)(datasets.ls)
+app.command(cls=Command)(records.get)
+app.command(cls=Command)(stats.stats)
+app.command(cls=Command)(delete.delete)
+app.command(cls=Command)(doctor.doctor)
+app.command(cls=Command)(recover.recover)
+app.command(cls=Command)(verify.verify)
+app.command(cls=Command)(exchange.copy)
+app.command("import", cls=Command)(exchange.import_fastdeploy)
+app.command(cls=Command)(exchange.export)
+app.command(cls=Command)(upkeep.compact)
+app.command(cls=Command)(upkeep.gc)
+app.command(cls=Command)(upkeep.maintain)
+app.command(cls=Command)(demo.demo)
 
 
 def _show_version(asked: bool) -> None:
@@ -65,5 +68,5 @@ def main(args: Sequence[str] | None = None) -> None:
         try:
             app(args=args, prog_name="rr-dataset")
         except (RoutingDatasetError, OSError) as error:
-            output.show_error(error)
+            output.show_error(error, {WAYS_OUT: "or create one with `rr-dataset create`"})
             sys.exit(output.EXIT_FAILED)

@@ -10,7 +10,7 @@ import typer
 _LAYER_RUN = re.compile("([0-9]+)(?:-([0-9]+))?")
 _DURATION = re.compile("([0-9]+(?:[.][0-9]+)?)([smhd]?)")
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_TOKEN_RANGE = re.compile("([0-9]*):([0-9]*)")
+_TOKEN_RANGE = re.compile("(-?[0-9]+)?:(-?[0-9]+)?")
 _SIZE = re.compile("([0-9]+)[ ]*([kmgt]?)(i?)b?", re.IGNORECASE)
 _PART = re.compile("([0-9]+)/([0-9]+)")
 
@@ -28,11 +28,13 @@ def parse_layers(text: str) -> list[int]:
 
 
 def parse_tokens(text: str) -> slice:
-    """`10:20` -> slice(10, 20); either end may be left out."""
+    """`10:20` -> slice(10, 20), `-8:` -> slice(-8, None); either end may be left out."""
     match = _TOKEN_RANGE.fullmatch(text.strip())
     if match is None:
-        raise typer.BadParameter(f"{text!r}: expected a token range such as 0:128, :128 or 128:")
+        raise typer.BadParameter(f"{text!r}: expected a token range such as 0:128, :128, 128: or -128:")
     start, stop = (int(end) if end else None for end in match.groups())
+    if start is not None and stop is not None and (start < 0) == (stop < 0) and start > stop:
+        raise typer.BadParameter(f"{text!r}: expected a token range that does not end before it starts")
     return slice(start, stop)
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
@@ -49,19 +50,52 @@ def show_facts(facts: Mapping[str, object]) -> None:
         console.print(Text.assemble((name.ljust(width), "bold"), "  ", value), soft_wrap=True)
 
 
-def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table with one line a row."""
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, optional: Sequence[str] = ()) -> None:
+    """A table with one line a row; no value is cut or folded.
+
+    optional: columns that a terminal too narrow for them does without, first these; a line then names them. A column
+    of them without a value is no loss, and left out on any terminal. A pipe gets all.
+    """
+    cells = [list(columns), *([str(value) for value in row] for row in rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+    shown = list(range(len(columns)))
+    left_out = []
+    if sys.stdout.isatty():
+        shown = [i for i in shown if columns[i] not in optional or any(row[i] for row in cells[1:])]
+        for name in optional:
+            i = columns.index(name)
+            if i in shown and sum(widths[j] + 2 for j in shown) - 2 > _console().width:
+                shown.remove(i)
+                left_out.append(name)
+    console = _console()
+    for number, row in enumerate(cells):
+        line = "  ".join(row[i] + " " * (widths[i] - cell_len(row[i])) for i in shown).rstrip()
+        console.print(Text(line, style="" if number else "bold"), soft_wrap=True)
+    if left_out:
+        show_line(f"not shown for want of room: {', '.join(left_out)}; a wider terminal, a pipe or --json shows all")
+
+
+def show_sentences(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table whose last column is prose, folded within its column."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
-        table.add_column(name, overflow="fold")
+        table.add_column(name, no_wrap=name != columns[-1])
     for row in rows:
         table.add_row(*(Text(str(value)) for value in row))
     _console().print(table)
 
 
-def show_error(error: Exception) -> None:
-    """One red line on stderr."""
-    _complain(f"error: {error}", "red")
+def show_error(error: Exception, said: Mapping[str, str] | None = None) -> None:
+    """One red line on stderr. said: the library's words, and what a shell says instead."""
+    text = str(error)
+    for words, instead in (said or {}).items():
+        text = text.replace(words, instead)
+    _complain(f"error: {text}", "red")
+
+
+def show_note(text: str) -> None:
+    """One line on stderr beside the result."""
+    _complain(f"note: {text}", "yellow")
 
 
 def show_warning(
@@ -119,8 +153,19 @@ def shown_bytes(size: float) -> str:
 
 def shown_time(stamp: int) -> str:
     """A clock stamp as local time."""
-    moment = datetime.fromtimestamp(millis(stamp) / 1000, timezone.utc).astimezone()
-    return moment.isoformat(sep=" ", timespec="milliseconds")
+    return _local(stamp).isoformat(sep=" ", timespec="milliseconds")
+
+
+def column_time(stamp: int) -> str:
+    """As `shown_time`, for a column: a terminal gets seconds and no offset."""
+    if not sys.stdout.isatty():
+        return shown_time(stamp)
+    return _local(stamp).replace(tzinfo=None).isoformat(sep=" ", timespec="seconds")
+
+
+def column_run(run_id: str) -> str:
+    """A run id for a column: a terminal gets its first eight characters."""
+    return printable(run_id[:8] if sys.stdout.isatty() else run_id)
 
 
 def shown_ranges(ranges: Iterable[tuple[int, int]]) -> str:
@@ -128,15 +173,8 @@ def shown_ranges(ranges: Iterable[tuple[int, int]]) -> str:
     return ", ".join(f"{start}:{stop}" for start, stop in ranges)
 
 
-def shown_layers(layers: Sequence[int]) -> str:
-    """`[0, 2, 3, 4]` -> `0, 2-4`."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+def _local(stamp: int) -> datetime:
+    return datetime.fromtimestamp(millis(stamp) / 1000, timezone.utc).astimezone()
 
 
 def _console() -> Console:

@@ -13,6 +13,7 @@ import typer
 from rr_dataset import RecordHead, RoutingRecord, open_dataset
 from rr_dataset.clock import millis
 from rr_dataset.interchange.export import record_arrays
+from rr_dataset.record import shown_layers
 
 from . import output
 from .options import Json, Uri, parse_layers, parse_tokens
@@ -27,7 +28,8 @@ def get(
         str | None, typer.Option(metavar="LIST", help="Layer ids, such as 0,3-5", show_default="all")
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(metavar="RANGE", help="Token positions, such as 0:128 or 128:", show_default="all")
+        str | None,
+        typer.Option(metavar="RANGE", help="Token positions, such as 0:128, 128: or -8:", show_default="all"),
     ] = None,
     npz: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the record there as NumPy arrays", show_default=False)
@@ -98,7 +100,7 @@ def record_facts(record: RoutingRecord) -> Mapping[str, object]:
         "submitted": output.shown_time(record.rows[-1].t_submit),
         "run": output.printable(record.run_id),
         "tags": ", ".join(f"{output.printable(k)}={output.printable(v)}" for k, v in record.tags.items()),
-        "read": f"layers {output.shown_layers(record.layers)}; tokens {output.shown_ranges(record.token_ranges)}; "
+        "read": f"layers {shown_layers(record.layers)}; tokens {output.shown_ranges(record.token_ranges)}; "
         f"{record.routed_experts.dtype}, {output.shown_bytes(record.routed_experts.nbytes)}",
     }
 
@@ -113,17 +115,17 @@ def _show_experts(record: RoutingRecord) -> None:
     if record.logprobs is not None:
         columns["logprob"] = ["" if math.isnan(p) else f"{p:.3f}" for p in record.logprobs[:_SHOWN_TOKENS].tolist()]
     taken = sum(2 + max(map(len, (name, *cells))) for name, cells in columns.items())
-    shown_layers = min(layers, max(1, (output.table_width() - taken) // (2 + max(top_k * (digits + 1) - 1, 9))))
+    columns_shown = min(layers, max(1, (output.table_width() - taken) // (2 + max(top_k * (digits + 1) - 1, 9))))
     present = record.present()
-    for i in range(shown_layers):
+    for i in range(columns_shown):
         ids = record.routed_experts[i, :_SHOWN_TOKENS].tolist()
         columns[f"layer {record.layers[i]}"] = [
             " ".join(f"{expert:{digits}}" for expert in row) if there else "missing"
             for row, there in zip(ids, present[i, :_SHOWN_TOKENS].tolist(), strict=True)
         ]
     output.show_table(list(columns), zip(*columns.values(), strict=True))
-    if shown_layers < layers or tokens > _SHOWN_TOKENS:
+    if columns_shown < layers or tokens > _SHOWN_TOKENS:
         output.show_line(
-            f"shown: {min(tokens, _SHOWN_TOKENS)} of {tokens} tokens, {shown_layers} of {layers} layers; "
+            f"shown: {min(tokens, _SHOWN_TOKENS)} of {tokens} tokens, {columns_shown} of {layers} layers; "
             "choose with --tokens and --layers, take all with --npz FILE or --json"
         )

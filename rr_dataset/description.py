@@ -18,6 +18,10 @@ from rr_dataset.storage import Storage
 # What a folder may hold and still count as empty: leftovers of a creator that died, spools of writers that were given
 # this folder, and what file systems put there themselves.
 _NOT_CONTENT = re.compile(r"_rr|rr_dataset-[0-9]+|lost\+found|\.nfs.*|\.snapshot")
+WAYS_OUT = (  # of there being no dataset; the command line has ways of its own
+    "create one with create_dataset() or `rr-dataset create`, or let open_dataset(..., wait_s=60) wait for the writer that "
+    "creates it"
+)
 _NAMED = 3  # names that an error spells out
 
 
@@ -27,8 +31,7 @@ def read_format(storage: Storage) -> DatasetFormat:
         return DatasetFormat.from_json(storage.read_bytes(FORMAT_PATH))
     except ObjectNotFoundError as error:
         raise DatasetNotFoundError(
-            f"{storage.uri} is no dataset, it has no {FORMAT_PATH}: check the address, create one with create_dataset() or "
-            "`rr-dataset create`, or let open_dataset(..., wait_s=60) wait for the writer that creates it"
+            f"{storage.uri} is no dataset, it has no {FORMAT_PATH}: check the address, {WAYS_OUT}"
         ) from error
     except FormatError as error:
         raise type(error)(f"{storage.uri}: {error}") from error

@@ -5,15 +5,18 @@ import os
 import pty
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from engines import until
 from strategies import routing
 
 import rr_dataset as rr
@@ -22,7 +25,7 @@ from cli.main import main
 from cli.options import parse_layers, parse_tokens
 from rr_dataset.clock import pack
 from rr_dataset.publish import publish_slab
-from rr_dataset.record import Row, RowData
+from rr_dataset.record import Row, RowData, shown_layers
 from rr_dataset.storage import open_storage
 from rr_dataset.tombstones import TombstoneCache
 
@@ -125,6 +128,7 @@ def test_create_again_is_the_same_dataset_and_another_spec_is_refused(run: Any, 
     create = ("create", tmp_path / "a", "--layers", "0,2", "--experts", 8, "--json")
     first = run(*create, "--top-k", 2).json
     assert run(*create, "--top-k", 2).json == first
+    assert run(*create[:-1], "--top-k", 2).out.startswith("exists already, with these settings\ndataset ")
     refused = run(*create, "--top-k", 4)
     assert (refused.code, refused.out) == (1, "")
     assert "top_k" in refused.err
@@ -141,7 +145,12 @@ def test_create_from_a_models_config(run: Any, tmp_path: Path) -> None:
     config.write_text("{")
     assert run("create", tmp_path / "b", "--config", config).code == 2
     config.write_text("{}")
-    assert run("create", tmp_path / "b", "--config", config).code == 1
+    refused = run("create", tmp_path / "b", "--config", config)
+    assert refused.code == 1
+    assert f"error: --config {config}: cannot tell" in refused.err
+    assert refused.err.endswith("Give it by hand: --layers, --experts and --top-k\n")
+    config.write_text("[]")
+    assert "expected a mapping" in run("create", tmp_path / "b", "--config", config).err
     assert not (tmp_path / "b").exists()
 
 
@@ -185,7 +194,7 @@ def test_info(run: Any, uri: str) -> None:
     assert shown.code == 0
     assert re.search(r"routing +layers 1-3, 5; 300 experts, top-4, uint16", shown.out)
     assert re.search(r"ids +data_id:gen_id:turn_id:segment_id\n", shown.out)
-    assert re.search(r"rows +5\n", shown.out)
+    assert re.search(r"rows +5 puts and drops\n", shown.out)
     told = run("info", uri, "--json").json
     assert (told["partitions"], told["shards"], told["rows"]) == (4, 4, 5)
     assert told["bytes"] == sum(path.stat().st_size for path in Path(uri).glob("*/*.arrow"))
@@ -197,6 +206,26 @@ def test_info_names_the_id_of_a_hashed_dataset(run: Any, tmp_path: Path) -> None
     assert re.search(r"ids +id\ndirectories +0 by bucket\n", run("info", tmp_path / "a").out)
 
 
+def test_errors_name_the_options_of_the_program(run: Any, tmp_path: Path) -> None:
+    refused = run("create", tmp_path / "a", "--layers", "0", "--experts", 8, "--top-k", 9)
+    assert refused.err == "error: --top-k 9: expected 1 to --experts 8\n"
+    lacking = run("create", tmp_path / "a", "--layers", "0", "--experts", 8)
+    assert "Invalid value for --top-k: needed" in lacking.err
+    absent = run("info", tmp_path / "a")
+    assert absent.err.endswith("check the address, or create one with `rr-dataset create`\n")
+    (tmp_path / "notes").touch()
+    for command in (("demo", tmp_path), ("create", tmp_path, "--layers", "0", "--experts", 8, "--top-k", 2)):
+        assert "and not empty, it holds 'notes': name a folder" in run(*command).err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+def test_help_shows_names_and_no_types(run: Any) -> None:
+    shown = run("ls", "--help").out
+    assert "Usage: rr-dataset ls [OPTIONS] URI \n" in re.sub(" +", " ", shown)
+    assert not re.search(r"<\w+>|[{}]", shown)
+    assert not re.search(r"<\w+>", run("--help").out)
+
+
 # --- ls
 
 
@@ -205,6 +234,31 @@ def test_ls_lists_ids(run: Any, uri: str) -> None:
     assert run("ls", uri, "--prefix", "math_1").out == "math_1:0:0:0\nmath_1:1:0:0\n"
     assert run("ls", uri, "--prefix", "math_1:1", "--json").json == ["math_1:1:0:0"]
     assert run("ls", uri, "--prefix", "none").out == ""
+
+
+def test_ls_tells_of_drops(run: Any, uri: str) -> None:
+    for how in ((), ("--json",)):
+        listed = run("ls", uri, *how)
+        assert listed.err == "note: 1 of these 5 ids were dropped by their writer: `ls --long --json` says why\n"
+    assert "gone:0:0:0" in run("ls", uri).out.splitlines(), "in a pipe an id is an id"
+    assert run("ls", uri, "--prefix", "math_1").err == ""
+    shown = on_a_terminal(80, "ls", uri).splitlines()
+    assert "gone:0:0:0  dropped" in shown
+    assert "math_1:0:0:0" in shown
+
+
+def test_ls_long_on_a_terminal_keeps_ids_whole_and_one_line_a_record(uri: str) -> None:
+    wide = on_a_terminal(100, "ls", uri, "--long").splitlines()
+    assert wide[0].split() == ["id", "status", "tokens", "missing", "weights", "submitted", "run"]
+    assert len(wide) == 6
+    assert any(re.match(r"math_1:0:0:0 +complete +40 +3:5 +v1 +20[-0-9]+ [0-9:]{8} +run-7$", line) for line in wide)
+    narrow = on_a_terminal(45, "ls", uri, "--long").splitlines()
+    assert narrow[0].split() == ["id", "status", "tokens", "missing"]
+    assert max(map(len, narrow[:-1])) <= 45
+    assert narrow[-1].startswith("not shown for want of room: run, weights, submitted;")
+    (line,) = on_a_terminal(10, "ls", uri, "--long", "--prefix", "math_1:0").splitlines()[1:-1]
+    assert line == "math_1:0:0:0  complete"
+    assert "missing" not in on_a_terminal(80, "ls", uri, "--long", "--prefix", "math_10").splitlines()[0]
 
 
 def test_ls_long_tells_facts(run: Any, uri: str) -> None:
@@ -340,6 +394,9 @@ def test_no_dataset_is_an_error(run: Any, tmp_path: Path, command: tuple[str, ..
     [
         ("get",),
         ("get", "URI", "ID", "--tokens", "5"),
+        ("get", "URI", "ID", "--tokens", "8:4"),
+        ("get", "URI", "ID", "--tokens", "-2:-8"),
+        ("get", "URI", "ID", "--tokens", "-:4"),
         ("get", "URI", "ID", "--layers", "1-"),
         ("nonsense",),
         ("ls", "-x"),
@@ -358,7 +415,7 @@ def test_a_damaged_shard_is_a_warning_on_stderr(run: Any, uri: str, tmp_path: Pa
     ended = run("ls", copy)
     assert ended.code == 0
     assert ended.out.splitlines()[-2:] == ["math_1:0:0:0", "math_1:1:0:0"]
-    assert re.fullmatch(rf"warning: .*{shard.name}.*\n", ended.err)
+    assert re.fullmatch(rf"warning: .*{shard.name}.*\nnote: 1 of these 4 ids were dropped .*\n", ended.err)
 
 
 # --- the program
@@ -367,11 +424,21 @@ def test_a_damaged_shard_is_a_warning_on_stderr(run: Any, uri: str, tmp_path: Pa
 @pytest.mark.parametrize(("text", "layers"), [("3", [3]), ("0,2-4", [0, 2, 3, 4]), ("1-1, 7", [1, 7])])
 def test_parse_layers(text: str, layers: list[int]) -> None:
     assert parse_layers(text) == layers
-    assert parse_layers(output.shown_layers(layers)) == layers
+    assert parse_layers(shown_layers(layers)) == layers
 
 
 @pytest.mark.parametrize(
-    ("text", "tokens"), [("0:8", slice(0, 8)), (":8", slice(None, 8)), ("8:", slice(8, None)), (":", slice(None))]
+    ("text", "tokens"),
+    [
+        ("0:8", slice(0, 8)),
+        (":8", slice(None, 8)),
+        ("8:", slice(8, None)),
+        (":", slice(None)),
+        ("-8:", slice(-8, None)),
+        ("2:-8", slice(2, -8)),
+        ("-8:-2", slice(-8, -2)),
+        ("4:4", slice(4, 4)),
+    ],
 )
 def test_parse_tokens(text: str, tokens: slice) -> None:
     assert parse_tokens(text) == tokens
@@ -424,6 +491,31 @@ def test_demo_says_what_both_sides_did(run: Any, tmp_path: Path) -> None:
     assert len(list(rr.open_dataset(uri).ids())) == 400
 
 
+def test_ctrl_c_ends_a_demo_without_a_traceback(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [script(), "demo", tmp_path / "a", "--rate", "0.1"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as demo:  # fmt: skip
+        until(lambda: children(demo.pid) == ["rr_dataset.demo.engine", "rr_dataset.demo.trainer"], "both run")
+        os.killpg(demo.pid, signal.SIGINT)  # as a terminal does
+        _, err = demo.communicate()
+    assert demo.returncode not in (0, output.EXIT_FOUND_PROBLEMS)
+    assert "Traceback" not in err
+    assert children(demo.pid) == []
+
+
+def children(pid: int) -> list[str]:
+    """The modules that the children of a process run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            words = stat.with_name("cmdline").read_text().split("\0")
+            if parent == pid and "-m" in words:
+                found.append(words[words.index("-m") + 1])
+    return sorted(found)
+
+
 def test_a_demo_that_differs_found_problems(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rr_dataset.demo.replay import Replay
 
@@ -452,6 +544,20 @@ def test_the_installed_program(uri: str) -> None:
     assert "Traceback" not in failed.stderr
     version = subprocess.run([script(), "--version"], capture_output=True, text=True, check=True)
     assert re.fullmatch(r"rr-dataset \d+\.\d+\.\d+\n", version.stdout)
+
+
+def on_a_terminal(columns: int, *args: object) -> str:
+    """What a command prints on a terminal of that width, without its colours."""
+    master, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
+    subprocess.run([script(), *map(str, args)], stdout=terminal, stderr=subprocess.DEVNULL, env=environment, check=True)
+    os.close(terminal)
+    shown = b""
+    with suppress(OSError):  # how a terminal without a writer ends
+        while piece := os.read(master, 1 << 16):
+            shown += piece
+    os.close(master)
+    return re.sub(r"\x1b\[[0-9;]*m", "", shown.decode().replace("\r", ""))
 
 
 def test_on_a_terminal_it_has_colour_and_fits(uri: str) -> None:

@@ -42,6 +42,10 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for line in lines]
 
 
+def _argument(parameter: Any) -> str:
+    return parameter.metavar if parameter.required else f"[{parameter.metavar}]"
+
+
 def listing() -> str:
     """Each command with its arguments and options, as README shows it."""
 
@@ -55,13 +59,13 @@ def listing() -> str:
             elif p.default is not None and not isinstance(p.default, bool) and p.show_default and not p.required:
                 text += f" [{getattr(p.default, 'value', p.default)}]"
             if p.param_type_name == "argument":
-                yield p.metavar, text
+                yield _argument(p), text
             else:
                 yield " / ".join(["/".join(p.opts), *p.secondary_opts]) + (f" {p.metavar}" if p.metavar else ""), text
 
     out = []
     for name, command in typer.main.get_command(app).commands.items():
-        arguments = " ".join(p.metavar for p in command.params if p.param_type_name == "argument")
+        arguments = " ".join(_argument(p) for p in command.params if p.param_type_name == "argument")
         out.append(f"rr-dataset {name} {arguments} [OPTIONS]")
         out.append(f"    {command.help.splitlines()[0]}")
         out += [f"    {names:<35} {text}" for names, text in parameters(command)]

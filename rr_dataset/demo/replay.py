@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -33,8 +35,10 @@ class Replay:
         create_dataset(uri, SPEC, keys=KeyScheme.fastdeploy(), exist_ok=True)
         earlier = [int(match[1]) for match in map(_EPOCH.match, open_dataset(uri).ids()) if match]
         epoch = str(1 + max(earlier, default=-1))
-        self._trainer = _start("trainer", uri, epoch)
-        self._engine = _start("engine", uri, epoch, str(rate), str(seed))
+        with ExitStack() as undo:
+            self._trainer = undo.enter_context(_running("trainer", uri, epoch))
+            self._engine = undo.enter_context(_running("engine", uri, epoch, str(rate), str(seed)))
+            self._processes = undo.pop_all()
 
     def __enter__(self) -> Replay:
         return self
@@ -42,11 +46,7 @@ class Replay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in (self._trainer, self._engine):
-            process.kill()
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+        self._processes.close()
 
     def engine(self) -> EngineReport:
         """Wait for the engine process; RoutingDatasetError if it failed, its own message is on stderr then."""
@@ -59,9 +59,15 @@ class Replay:
         return TrainerReport(**values)
 
 
-def _start(side: str, *args: str) -> subprocess.Popen[str]:
+@contextmanager
+def _running(side: str, *args: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that has ended when the context is left. In a session of its own: a Ctrl-C is for the caller alone."""
     command = [sys.executable, "-m", f"rr_dataset.demo.{side}", *args]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def _report(side: str, process: subprocess.Popen[str]) -> dict[str, Any]:
