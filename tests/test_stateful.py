@@ -10,6 +10,7 @@ import pickle
 import shutil
 import signal
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,8 @@ class Sequences(RuleBasedStateMachine):
 
     @rule()
     def kill_worker(self) -> None:
-        os.kill(self.writer.stats().worker_pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # killed just before, and not yet followed by another
+            os.kill(self.writer.stats().worker_pid, signal.SIGKILL)
 
     @rule()
     def kill_both_and_take_over(self) -> None:

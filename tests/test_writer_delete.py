@@ -15,7 +15,7 @@ import pytest
 
 import rr_dataset as rr
 from rr_dataset.writer import RoutingWriter
-from tests.engines import BIG, SPEC, Engine, alive, experts, options, spools, stopped, stored_rows, until
+from tests.engines import BIG, SPEC, Engine, experts, options, spools, stopped, stored_rows, until
 
 _names = count()
 
@@ -161,8 +161,8 @@ sys.stdin.readline()
     worker = int(engine.line())
     engine.kill()
     os.kill(worker, 9)
-    until(lambda: not alive(worker), "the worker is dead")
-    (report,) = rr.recover(tmp_path)
+    # It holds the lock until the last of its threads is gone.
+    (report,) = until(lambda: [each for each in rr.recover(tmp_path) if each.outcome != "living"], "the worker is dead")
     assert (report.outcome, report.records) == ("recovered", 1)
     assert list(rr.open_dataset(tmp_path / "ds").ids()) == ["b:2"]
 
