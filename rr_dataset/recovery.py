@@ -117,7 +117,9 @@ def recover_spool(
     try:
         with _lock_of(directory) as dead:
             if dead is False:
-                yield _report(directory, LIVING, None, reason="its engine or its worker lives, or somebody recovers it just now")
+                yield _report(
+                    directory, LIVING, None, reason="its engine or its worker lives, or somebody recovers it just now"
+                )
             else:
                 yield from _empty(directory, dead is None, publisher_of, force=force, dry_run=dry_run)
     except Exception as error:  # noqa: BLE001 - rubbish of whatever kind keeps nobody from recovering the rest
