@@ -191,17 +191,24 @@ def test_numbers_in_the_path_need_the_stated_schema(tmp_path: Path) -> None:
         ds.dataset(tmp_path, format="ipc", partitioning="hive").to_table()
 
 
-def test_the_recipes_run_as_printed(tmp_path: Path) -> None:
-    written(tmp_path, "fastdeploy", 1, "none")
-    spec = json.loads((tmp_path / "_rr" / "format.json").read_text())["spec"]
-    names: Values = {"root": str(tmp_path), "spec": spec, "np": np, "pl": pl, "duckdb": duckdb}
+def test_the_recipes_run_as_printed_and_leave_out_rows_without_the_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "routing", "fastdeploy", 1, "none")
+    names: Values = {}
     recipes = re.findall(r"```python\n(.*?)```", FORMAT_MD.read_text(), re.DOTALL)
-    assert len(recipes) == 4
+    assert len(recipes) == 5
     for recipe in recipes:
         exec(recipe, names)
-    first = {row["request_id"]: row for row in expected_rows("fastdeploy")}[names["table"]["request_id"][0].as_py()]
-    assert np.array_equal(names["ids"], first["layer_003"])
-    assert names["frame"].height == len(IDS["fastdeploy"])
+    rows = {row["request_id"]: row["layer_003"] for row in expected_rows("fastdeploy")}
+    there = {request_id: ids for request_id, ids in rows.items() if ids is not None}
+    assert len(there) == 3, "without the dropped row and the part"
+    read = dict(zip(names["table"]["request_id"].to_pylist(), names["ids"], strict=True))
+    assert read.keys() == there.keys()
+    assert all(np.array_equal(read[request_id], ids) for request_id, ids in there.items())
+    assert set(names["frame"]["request_id"]) == there.keys()
+    assert dict(names["sizes"]) == {request_id: ids.nbytes for request_id, ids in there.items()}
 
 
 # --- A reader of the index, with nothing but struct and json.
