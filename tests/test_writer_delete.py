@@ -110,7 +110,7 @@ def test_a_delete_is_never_dropped_whatever_the_policy(tmp_path: Path, policy: s
             with pytest.raises(rr.SpoolFullError, match=r"no room for a delete of .*flush"):
                 accepted.extend(writer.delete_prefix(wide) for _ in range(20_000))
             writer.put("a:2", experts(2), "LTK")
-        assert len(accepted) > 5_000
+        assert len(accepted) > 3_000  # a whole slab of them, though the first may have been sealed early
         writer.flush()
         assert all(receipt.durable() for receipt in accepted)
         assert list(rr.open_dataset(tmp_path / "ds").ids()) == ["a:2"]
