@@ -5,7 +5,6 @@ import os
 import pty
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,16 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import until
 from strategies import routing
 
 import rr_dataset as rr
 from cli import output
 from cli.main import main
-from cli.options import parse_layers, parse_tokens
 from rr_dataset.clock import pack
 from rr_dataset.publish import publish_slab
-from rr_dataset.record import Row, RowData, shown_layers
+from rr_dataset.record import Row, RowData
 from rr_dataset.storage import open_storage
 from rr_dataset.tombstones import TombstoneCache
 
@@ -421,115 +418,11 @@ def test_a_damaged_shard_is_a_warning_on_stderr(run: Any, uri: str, tmp_path: Pa
 # --- the program
 
 
-@pytest.mark.parametrize(("text", "layers"), [("3", [3]), ("0,2-4", [0, 2, 3, 4]), ("1-1, 7", [1, 7])])
-def test_parse_layers(text: str, layers: list[int]) -> None:
-    assert parse_layers(text) == layers
-    assert parse_layers(shown_layers(layers)) == layers
-
-
-@pytest.mark.parametrize(
-    ("text", "tokens"),
-    [
-        ("0:8", slice(0, 8)),
-        (":8", slice(None, 8)),
-        ("8:", slice(8, None)),
-        (":", slice(None)),
-        ("-8:", slice(-8, None)),
-        ("2:-8", slice(2, -8)),
-        ("-8:-2", slice(-8, -2)),
-        ("4:4", slice(4, 4)),
-    ],
-)
-def test_parse_tokens(text: str, tokens: slice) -> None:
-    assert parse_tokens(text) == tokens
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_960, "1.0 MB"), (2.5e15, "2500.0 TB")]
-)
-def test_shown_bytes(size: float, text: str) -> None:
-    assert output.shown_bytes(size) == text
-
-
 def test_help_names_every_command_and_completion(run: Any) -> None:
     shown = run("--help")
     assert shown.code == 0
     for word in ("create", "info", "ls", "get", "demo", "--install-completion"):
         assert word in shown.out
-
-
-@pytest.mark.parametrize("entered", [True, False])
-def test_demo_leaves_a_dataset_to_look_at(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entered: bool
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{Path(script()).parent}:/usr/bin:/bin" if entered else "/usr/bin:/bin")
-    shown = run("demo", "it's here", "--rate", 0)
-    assert (shown.code, shown.err) == (0, "")
-    following = re.findall(r"^  (\S*rr-dataset) (.*)$", shown.out, re.MULTILINE)
-    assert [(program == "rr-dataset", line.split()[0]) for program, line in following] == [
-        (entered, "info"),
-        (entered, "ls"),
-        (entered, "get"),
-    ]
-    for command in following:
-        assert subprocess.run(["sh", "-c", " ".join(command)], capture_output=True, text=True, check=True).stdout
-
-
-def test_demo_says_what_both_sides_did(run: Any, tmp_path: Path) -> None:
-    uri = tmp_path / "a"
-    shown = run("demo", uri, "--rate", 0)
-    assert (shown.code, shown.err) == (0, "")
-    assert re.search(r"put +200 records, 98,089 tokens, 6.3 MB\n", shown.out)
-    assert re.search(r"put latency +median \d+ us, p99 \d+ us\n", shown.out)
-    assert re.search(r"put to visible +median \d+ ms, p99 \d+ ms\n", shown.out)
-    assert re.search(r"read a batch +32 records, 2 layers, 4,096 tokens: 65.5 kB in .*/s\n", shown.out)
-    assert re.search(r"read everything +200 records, 8 layers, 98,089 tokens: 6.3 MB in .*/s\n", shown.out)
-    assert re.search(r"compared +all as the engine had them\n", shown.out)
-    told = run("demo", uri, "--rate", 0, "--json").json
-    assert told["engine"]["records"] == told["trainer"]["everything"]["records"] == 200
-    assert len(list(rr.open_dataset(uri).ids())) == 400
-
-
-def test_ctrl_c_ends_a_demo_without_a_traceback(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [script(), "demo", tmp_path / "a", "--rate", "0.1"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    ) as demo:  # fmt: skip
-        until(lambda: children(demo.pid) == ["rr_dataset.demo.engine", "rr_dataset.demo.trainer"], "both run")
-        os.killpg(demo.pid, signal.SIGINT)  # as a terminal does
-        _, err = demo.communicate()
-    assert demo.returncode not in (0, output.EXIT_FOUND_PROBLEMS)
-    assert "Traceback" not in err
-    assert children(demo.pid) == []
-
-
-def children(pid: int) -> list[str]:
-    """The modules that the children of a process run."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            words = stat.with_name("cmdline").read_text().split("\0")
-            if parent == pid and "-m" in words:
-                found.append(words[words.index("-m") + 1])
-    return sorted(found)
-
-
-def test_a_demo_that_differs_found_problems(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rr_dataset.demo.replay import Replay
-
-    trainer = Replay.trainer
-
-    def differing(self: Replay) -> Any:
-        report = trainer(self)
-        object.__setattr__(report.batch, "different", 3)
-        return report
-
-    monkeypatch.setattr(Replay, "trainer", differing)
-    shown = run("demo", tmp_path / "a", "--rate", 0)
-    assert shown.code == 3
-    assert "3 RECORDS DIFFER FROM THE SOURCE" in shown.out
 
 
 def script() -> str:
