@@ -40,7 +40,7 @@ def recover(
         output.show_json([asdict(report) for report in reports])
     elif reports:
         columns = ("spool", "outcome", "records", "size", "torn", "why")
-        output.show_table(columns, map(_shown, reports), optional=("torn", "size"))
+        output.show_table(columns, map(_shown, reports))
     else:
         output.show_line(f"no spool in {output.printable(str(spool_dir))}")
     if left:

@@ -153,7 +153,7 @@ def _planned(task: Task) -> CompactReport:
 
 def _check(compression: str, target_bytes: int, shard: tuple[int, int]) -> None:
     parse_compression(compression)
-    if target_bytes < 1:
+    if not hasattr(target_bytes, "__index__") or target_bytes < 1:
         raise InvalidInputError(f"target_bytes={target_bytes}: expected at least 1")
     if not 1 <= shard[0] <= shard[1]:
         raise InvalidInputError(f"shard={shard}: expected (i, n) with i from 1 to n")

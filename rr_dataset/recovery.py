@@ -18,7 +18,7 @@ from typing import Any
 
 from rr_dataset.clock import wall_ms
 from rr_dataset.description import read_format
-from rr_dataset.errors import CorruptSpoolError, NotFoundError, RoutingDatasetError
+from rr_dataset.errors import CorruptSpoolError, InvalidInputError, NotFoundError, RoutingDatasetError
 from rr_dataset.publish import last_publish_ms
 from rr_dataset.publisher import UNPUBLISHED, Published, Publisher, open_slab, slabs_in
 from rr_dataset.slab import ASIDE, DELETE, read_identity, read_state
@@ -65,19 +65,23 @@ def recover(
     dry_run: change nothing and say what would be.
 
     Living spools, those of other users and what cannot be published are left and named. Raises NotFoundError when
-    there is no such folder.
+    there is no such folder, InvalidInputError when it is none.
     """
     opened: dict[str, Publisher] = {}
 
     def publisher_of(identity: Mapping[str, Any]) -> Publisher:
-        place = uri or identity["uri"]
-        if place not in opened:
-            storage = open_storage(place, storage_options or {})
-            opened[place] = Publisher(storage, read_format(storage), "none")
-        return opened[place]
+        address = uri or identity["uri"]
+        if address not in opened:
+            storage = open_storage(address, storage_options or {})
+            opened[address] = Publisher(storage, read_format(storage), "none")
+        return opened[address]
 
     try:
-        found = list(_recover(Path(spool_dir).absolute(), publisher_of, force=force, dry_run=dry_run))
+        place = Path(spool_dir).absolute()
+    except TypeError:
+        raise InvalidInputError(f"spool_dir={spool_dir!r}: expected a folder") from None
+    try:
+        found = list(_recover(place, publisher_of, force=force, dry_run=dry_run))
     finally:
         for publisher in opened.values():
             publisher.close()

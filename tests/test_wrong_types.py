@@ -63,6 +63,8 @@ READS: list[tuple[Callable[[Any], object], str]] = [
     (lambda ds: rr.delete(ds.uri, older_than_s="5"), "older_than_s='5': expected zero or more seconds"),
     (lambda ds: rr.compact(ds.uri, compression=5), "compression=5: expected one of"),
     (lambda ds: rr.compact(ds.uri, jobs="a"), "jobs=a: expected at least 1"),
+    (lambda ds: rr.compact(ds.uri, target_bytes="a"), "target_bytes=a: expected at least 1"),
+    (lambda ds: rr.recover(5), "spool_dir=5: expected a folder"),
 ]
 WRITES: list[tuple[Callable[[Any], object], str]] = [
     (lambda writer: writer.put(ID, EXPERTS, layers=3), "layers=3: expected a list of layer ids"),
