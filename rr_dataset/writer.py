@@ -36,6 +36,7 @@ from rr_dataset.slab import DELETE, DROP, PUT, TOKENS_FIRST, Batch
 from rr_dataset.spool import Spool, choose_base
 from rr_dataset.supervisor import Supervisor
 
+LAST_WORK_S = 1.0  # for a worker whose time to drain is over: it is killed then, and the spool keeps what is left
 LATENCIES = 4096  # puts that the percentiles of stats() look back on
 
 _log = logging.getLogger("rr_dataset")
@@ -371,13 +372,14 @@ class RoutingWriter:
         for reason, count in self._unreported.items():
             _log.warning("%d records were dropped, of which no flush has told: %s", count, reason)
         kept = True
+        deadline = time.monotonic() + self.options.drain_timeout_s
         try:
             try:
                 self._supervisor.wait(self._spool.batches(), self.options.drain_timeout_s)
                 self._raise_failures()
             finally:
                 self._spool.close_active()  # what nobody is still filling is the worker's last work
-                self._supervisor.stop(timeout_s=self.options.drain_timeout_s)
+                self._supervisor.stop(timeout_s=max(deadline - time.monotonic(), LAST_WORK_S))
                 self._count(self._spool.collect())
                 kept = self._spool.holds_data()
                 self._spool.close(remove=not kept)
