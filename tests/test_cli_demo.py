@@ -68,10 +68,12 @@ def test_demo_says_what_both_sides_did(run: Any, tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_a_demo_without_a_traceback(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [SCRIPT, "demo", tmp_path / "a", "--rate", "0.1"],
+        [SCRIPT, "demo", tmp_path / "a", "--rate", "10"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     ) as demo:  # fmt: skip
-        until(lambda: children(demo.pid) == ["rr_dataset.demo.engine", "rr_dataset.demo.trainer"], "both run")
+        until(lambda: (tmp_path / "a" / "_rr" / "format.json").exists(), "a dataset")
+        until(lambda: any(rr.open_dataset(tmp_path / "a").ids()), "both sides at work")
+        assert children(demo.pid) == ["rr_dataset.demo.engine", "rr_dataset.demo.trainer"]
         os.killpg(demo.pid, signal.SIGINT)  # as a terminal does
         _, err = demo.communicate()
     assert demo.returncode not in (0, output.EXIT_FOUND_PROBLEMS)
