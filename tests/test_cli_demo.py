@@ -71,7 +71,7 @@ def test_ctrl_c_ends_a_demo_without_a_traceback(tmp_path: Path) -> None:
         [SCRIPT, "demo", tmp_path / "a", "--rate", "10"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     ) as demo:  # fmt: skip
-        until(lambda: (tmp_path / "a" / "_rr" / "format.json").exists(), "a dataset")
+        until((tmp_path / "a" / "_rr" / "format.json").exists, "a dataset")
         until(lambda: any(rr.open_dataset(tmp_path / "a").ids()), "both sides at work")
         assert children(demo.pid) == ["rr_dataset.demo.engine", "rr_dataset.demo.trainer"]
         os.killpg(demo.pid, signal.SIGINT)  # as a terminal does
