@@ -17,6 +17,7 @@ from rich.table import Table
 
 from .bench import Bench, Unavailable
 from .compaction import compact_get, compact_size, compact_speed
+from .deletes import delete_scale, delete_seed, get_after_deletes, many_prefixes, put_while_deleting
 from .facts import facts
 from .ingest import ingest_large, ingest_small, worker_memory
 from .measure import Check
@@ -42,6 +43,11 @@ ROWS = {  # ingest comes before the others have deleted many files
     "compact-size": compact_size,
     "compact-speed": compact_speed,
     "compact-get": compact_get,
+    "delete-scale": delete_scale,
+    "delete-seed": delete_seed,
+    "get-deletes": get_after_deletes,
+    "put-deleting": put_while_deleting,
+    "many-prefixes": many_prefixes,
 }
 
 

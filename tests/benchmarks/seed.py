@@ -27,6 +27,13 @@ STORE = "p2pstore over TCP, valkey on this host"
 
 def seed_store(bench: Bench) -> list[Check]:
     """12.6 MB: `put`, which ours makes durable behind it and theirs keeps in the engine's memory, and `get` elsewhere."""
+    with bench.writer() as (writer, root), metadata_server(root.parent / "valkey") as metadata:
+        return [_put(bench, writer, metadata), _get(bench, writer, root, metadata)]
+
+
+@contextmanager
+def metadata_server(data: Path) -> Iterator[str]:
+    """A valkey for p2pstore with its files in a new folder; its address. Raises Unavailable without either."""
     os.environ["P2PSTORE_DISABLE_LOG"] = "1"  # else it logs into the working directory
     try:
         with redirect_stdout(StringIO()):  # it prints when it is imported
@@ -36,18 +43,15 @@ def seed_store(bench: Bench) -> list[Check]:
         raise Unavailable(
             f"{error}; needs pip install 'rr-dataset[bench]' and apt-get install libibverbs1 librdmacm1 libnuma1 liburing2"
         ) from error
-    with bench.writer() as (writer, root):
-        data = root.parent / "valkey"
-        data.mkdir()
-        with redirect_stdout(StringIO()), ValkeyServer(data_dir=data) as valkey:
-            metadata = f"redis://127.0.0.1:{valkey.port}/0"
-            return [_put(bench, writer, metadata), _get(bench, writer, root, metadata)]
+    data.mkdir()
+    with redirect_stdout(StringIO()), ValkeyServer(data_dir=data) as valkey:
+        yield f"redis://127.0.0.1:{valkey.port}/0"
 
 
 def _put(bench: Bench, writer: rr.RoutingWriter, metadata: str) -> Check:
     records, ids, keys = sources(RECORDS, LARGE_TOKENS, "LTK"), Ids(), Ids()
     durable = []
-    with _client(metadata) as (client, loop):
+    with peer(metadata) as (client, loop):
 
         def theirs(i: int) -> None:
             if not loop.run_until_complete(client.put(keys.new(), records[i % RECORDS])):
@@ -73,7 +77,7 @@ def _get(bench: Bench, writer: rr.RoutingWriter, root: Path, metadata: str) -> C
     writer.flush()
     dataset = rr.open_dataset(root)
     out = np.ones((SPEC.num_layers, LARGE_TOKENS, SPEC.top_k), np.uint8)
-    with _engine(metadata), _client(metadata) as (client, loop):
+    with _engine(metadata), peer(metadata) as (client, loop):
 
         def theirs(i: int) -> Array:
             record: Array = loop.run_until_complete(client.get(_key(i % RECORDS)))
@@ -90,7 +94,8 @@ def _key(number: int) -> str:
 
 
 @contextmanager
-def _client(metadata: str) -> Iterator[tuple[Any, asyncio.AbstractEventLoop]]:
+def peer(metadata: str) -> Iterator[tuple[Any, asyncio.AbstractEventLoop]]:
+    """A client of p2pstore in this process, and the loop to run its calls in."""
     from p2pstore import P2PClient, P2PConfig
 
     with socket.socket() as probe:
@@ -122,7 +127,7 @@ def _engine(metadata: str) -> Iterator[None]:
 
 
 def _hold(connection: Connection, metadata: str) -> None:
-    with redirect_stdout(StringIO()), _client(metadata) as (client, loop):
+    with redirect_stdout(StringIO()), peer(metadata) as (client, loop):
         for i, record in enumerate(sources(RECORDS, LARGE_TOKENS, "LTK")):
             loop.run_until_complete(client.put(_key(i), record))
         connection.send("ready")
