@@ -29,7 +29,7 @@ from rr_dataset import (
 from rr_dataset.record import BY_HAND, shown_layers
 
 from . import output
-from .options import Json, Uri, parse_layers
+from .options import Json, Prefix, Uri, parse_layers
 from .records import head_json
 
 _HEADS_AT_ONCE = 10_000
@@ -103,9 +103,7 @@ def info(uri: Uri, as_json: Json = False) -> None:
 
 def ls(
     uri: Uri,
-    prefix: Annotated[
-        str | None, typer.Option(metavar="PREFIX", help="Only ids that begin with these components", show_default=False)
-    ] = None,
+    prefix: Prefix = None,
     long: Annotated[bool, typer.Option("--long", "-l", help="A line of facts for each record")] = False,
     as_json: Json = False,
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +13,7 @@ from rr_dataset.clock import pack, wall_ms
 from rr_dataset.delete import PartitionPlan, plan_delete
 
 from . import output
-from .options import Json, Uri, parse_duration
+from .options import DryRun, IdsFile, Json, Uri, parse_duration, read_ids
 
 LIVE_MS = 600_000  # a run that put something so lately is probably still at it
 
@@ -27,12 +26,7 @@ def delete(
             metavar="PREFIX", help="Ids that begin with these components; may be repeated", show_default=False
         ),
     ] = None,
-    ids_file: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, metavar="FILE", help="The ids in this file, one a line", show_default=False
-        ),
-    ] = None,
+    ids_file: IdsFile = None,
     glob: Annotated[
         str | None,
         typer.Option(metavar="PATTERN", help="Ids whose components match, such as 'math_*:2'", show_default=False),
@@ -43,14 +37,14 @@ def delete(
     ] = None,
     run: Annotated[str | None, typer.Option(metavar="RUN", help="Only what this run put", show_default=False)] = None,
     everything: Annotated[bool, typer.Option("--all", help="All records")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing, say what would be done")] = False,
+    dry_run: DryRun = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")] = False,
     as_json: Json = False,
 ) -> None:
     """Delete records, also those that writers have put and not yet published; puts after it returned live."""
     what: dict[str, Any] = {
         "prefixes": prefix or [],
-        "ids": [] if ids_file is None else [line for line in ids_file.read_text("utf-8").split("\n") if line],
+        "ids": [] if ids_file is None else read_ids(ids_file),
         "glob": glob,
         "older_than_s": None if older_than is None else parse_duration(older_than),
         "run": run,

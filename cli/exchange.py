@@ -12,7 +12,7 @@ import typer
 import rr_dataset as rr
 
 from . import output
-from .options import Json, Uri, parse_layers
+from .options import IdsFile, Json, Layers, Prefix, Uri, parse_layers, read_ids
 
 _SHOWN_REFUSED = 20
 
@@ -64,12 +64,8 @@ def export(
     counts: Annotated[
         bool, typer.Option("--counts", help="Parquet of counts per layer, weight version and expert instead")
     ] = False,
-    prefix: Annotated[
-        str | None, typer.Option(metavar="PREFIX", help="Only ids that begin with these components", show_default=False)
-    ] = None,
-    layers: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Layer ids, such as 0,3-5", show_default="all")
-    ] = None,
+    prefix: Prefix = None,
+    layers: Layers = None,
     as_json: Json = False,
 ) -> None:
     """Write records as files for other tools."""
@@ -95,22 +91,15 @@ def copy(
     destination: Annotated[
         str, typer.Argument(metavar="DESTINATION", help="Another dataset, made if it is not there", show_default=False)
     ],
-    prefix: Annotated[
-        str | None, typer.Option(metavar="PREFIX", help="Only ids that begin with these components", show_default=False)
-    ] = None,
-    ids_file: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, metavar="FILE", help="Only the ids in it, a line each", show_default=False
-        ),
-    ] = None,
+    prefix: Prefix = None,
+    ids_file: IdsFile = None,
     compression: Annotated[
         str, typer.Option(metavar="CODEC", help="Of the new files: none, lz4 or zstd, with its level")
     ] = "zstd:3",
     as_json: Json = False,
 ) -> None:
     """Copy records, ids and all, into another dataset; what is there is not copied again."""
-    ids = None if ids_file is None else [line for line in ids_file.read_text().splitlines() if line]
+    ids = None if ids_file is None else read_ids(ids_file)
     with output.progress("copy") as progress:
         report = rr.copy(uri, destination, ids=ids, prefix=prefix, compression=compression, progress=progress)
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -64,6 +65,28 @@ def parse_part(text: str) -> tuple[int, int]:
     return part
 
 
+def read_ids(path: Path) -> list[str]:
+    """Request ids, one a line; empty lines are none. A line ends with a newline, or a carriage return and a newline."""
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{path} is no UTF-8: {error}", param_hint="--ids-file") from error
+    return [line for line in text.replace("\r\n", "\n").split("\n") if line]
+
+
 Uri = Annotated[str, typer.Argument(metavar="URI", help="The dataset: a path or file://", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="One line of JSON, for machines")]
+Prefix = Annotated[
+    str | None, typer.Option(metavar="PREFIX", help="Only ids that begin with these components", show_default=False)
+]
+PrefixOfDirectories = Annotated[
+    str | None, typer.Option(metavar="PREFIX", help="Only directories that may hold such ids", show_default=False)
+]
+IdsFile = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True, dir_okay=False, metavar="FILE", help="The ids in this file, one a line", show_default=False
+    ),
+]
+Layers = Annotated[str | None, typer.Option(metavar="LIST", help="Layer ids, such as 0,3-5", show_default="all")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing, say what would be done")]

@@ -16,7 +16,7 @@ from rr_dataset.interchange.export import record_arrays
 from rr_dataset.record import shown_layers
 
 from . import output
-from .options import Json, Uri, parse_layers, parse_tokens
+from .options import Json, Layers, Uri, parse_layers, parse_tokens
 
 _SHOWN_TOKENS = 16
 
@@ -24,9 +24,7 @@ _SHOWN_TOKENS = 16
 def get(
     uri: Uri,
     request_id: Annotated[str, typer.Argument(metavar="ID", help="The request id", show_default=False)],
-    layers: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Layer ids, such as 0,3-5", show_default="all")
-    ] = None,
+    layers: Layers = None,
     tokens: Annotated[
         str | None,
         typer.Option(metavar="RANGE", help="Token positions, such as 0:128, 128: or -8:", show_default="all"),

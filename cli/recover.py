@@ -11,7 +11,7 @@ import typer
 import rr_dataset as rr
 
 from . import output
-from .options import Json
+from .options import DryRun, Json
 
 
 def recover(
@@ -30,7 +30,7 @@ def recover(
     force: Annotated[
         bool, typer.Option("--force", help="Publish also what was set aside by age; may revive deleted ids")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing, say what would be done")] = False,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Publish what dead writers left in their spools; exit code 3 if something stays there."""

@@ -12,19 +12,15 @@ import typer
 import rr_dataset as rr
 
 from . import output
-from .options import Json, Uri, parse_layers
+from .options import Json, Layers, Prefix, Uri, parse_layers
 
 _SHOWN_DEAD = 8
 
 
 def stats(
     uri: Uri,
-    prefix: Annotated[
-        str | None, typer.Option(metavar="PREFIX", help="Only ids that begin with these components", show_default=False)
-    ] = None,
-    layers: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Layer ids, such as 0,3-5", show_default="all")
-    ] = None,
+    prefix: Prefix = None,
+    layers: Layers = None,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE.png", help="Draw layers by experts there (extra: plot)", show_default=False),

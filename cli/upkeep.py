@@ -16,7 +16,7 @@ import rr_dataset as rr
 from rr_dataset.compact_plan import Task
 
 from . import output
-from .options import DryRun, Json, Uri, parse_part, parse_size
+from .options import DryRun, Json, PrefixOfDirectories, Uri, parse_part, parse_size
 
 Compression = Annotated[
     str, typer.Option(metavar="CODEC", help="none, lz4 or zstd, with its level: zstd:3 or more for long records")
@@ -33,10 +33,7 @@ _TARGET = "256MiB"  # compact_plan.TARGET_BYTES
 
 def compact(
     uri: Uri,
-    prefix: Annotated[
-        str | None,
-        typer.Option(metavar="PREFIX", help="Only directories that may hold such ids", show_default=False),
-    ] = None,
+    prefix: PrefixOfDirectories = None,
     compression: Compression = "zstd:3",
     jobs: Jobs = 1,
     target_size: TargetSize = _TARGET,

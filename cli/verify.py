@@ -10,15 +10,12 @@ import typer
 import rr_dataset as rr
 
 from . import output
-from .options import Json, Uri
+from .options import Json, PrefixOfDirectories, Uri
 
 
 def verify(
     uri: Uri,
-    prefix: Annotated[
-        str | None,
-        typer.Option(metavar="PREFIX", help="Only directories that may hold such ids", show_default=False),
-    ] = None,
+    prefix: PrefixOfDirectories = None,
     repair: Annotated[
         bool, typer.Option("--repair", help="Move damaged and foreign files to _rr/quarantine/; deletes nothing")
     ] = False,

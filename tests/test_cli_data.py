@@ -127,11 +127,11 @@ def test_export(run: Any, stored: Stored, tmp_path: Path) -> None:
 
 
 def test_copy(run: Any, stored: Stored, tmp_path: Path) -> None:
-    for request_id in ("a:0:0:0", "a:1:0:0", "b:0:0:0"):
+    for request_id in ("a:0:0:0", "a:1:0:0", "b\x85:0:0:0"):
         stored.put(request_id)
     code, out, _ = run("copy", stored.root, tmp_path / "copy", "--prefix", "a")
     assert (code, out.startswith("copied 2 records, 2 rows, ")) == (0, True)
-    (tmp_path / "ids").write_text("b:0:0:0\n\na:0:0:0\n")
+    (tmp_path / "ids").write_bytes("b\x85:0:0:0\r\n\na:0:0:0\n".encode())
     code, out, _ = run("copy", stored.root, tmp_path / "copy", "--ids-file", tmp_path / "ids", "--json")
     report = json.loads(out)
     assert (code, report["records"], report["existing"]) == (0, 1, 1)

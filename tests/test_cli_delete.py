@@ -70,7 +70,7 @@ def test_delete_does_what_its_dry_run_says(run: Any, stored: Stored, options: tu
 
 
 def test_ids_from_a_file(run: Any, stored: Stored, tmp_path: Path) -> None:
-    (tmp_path / "ids").write_text("a:1:0\n\nnobody:7\na:2:0")
+    (tmp_path / "ids").write_bytes(b"a:1:0\r\n\nnobody:7\na:2:0")
     code, out, _ = run("delete", stored.root, "--ids-file", tmp_path / "ids", "-y")
     assert code == 0
     assert "2 records in 1 directories" in out

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import typer
 
 from cli import output
-from cli.options import parse_layers, parse_tokens
+from cli.options import parse_layers, parse_tokens, read_ids
 from rr_dataset.record import shown_layers
 
 
@@ -37,3 +40,12 @@ def test_parse_tokens(text: str, tokens: slice) -> None:
 )
 def test_shown_bytes(size: float, text: str) -> None:
     assert output.shown_bytes(size) == text
+
+
+def test_ids_of_a_file_are_split_at_newlines_alone(tmp_path: Path) -> None:
+    path = tmp_path / "ids"
+    path.write_bytes("a:1\r\n\n\r\na\x0bb\x85\u2028:2\na\rb:3\r\r\n ü:4".encode())
+    assert read_ids(path) == ["a:1", "a\x0bb\x85\u2028:2", "a\rb:3\r", " ü:4"]
+    path.write_bytes(b"a:1\n\xff\n")
+    with pytest.raises(typer.BadParameter, match="no UTF-8"):
+        read_ids(path)
