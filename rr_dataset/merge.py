@@ -10,6 +10,7 @@ read back as a reader would, rows, checksums and all.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -119,7 +120,8 @@ def merge(
     builder = ShardBuilder(
         fmt, compression=codec.compression, level=codec.level, scratch=workspace.build, extra=extra.fields
     )
-    groups = list(_batches(kept, fmt))
+    most = BATCH_BYTES if holds_one_prompt(fmt.keys) else MIXED_BATCH_BYTES
+    groups = list(grouped(kept, fmt, most, BATCH_ROWS))
     builder.reserve(sum(row_bytes(each.row, fmt) for each in kept), len(groups))
     digests: dict[str, tuple[int, ...]] = {}
     for group in groups:
@@ -137,6 +139,23 @@ def merge(
 def row_bytes(row: Row, fmt: DatasetFormat) -> int:
     """Bytes of a row's payload."""
     return sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in _shapes(row, fmt))
+
+
+def grouped(
+    rows: Iterable[Located], fmt: DatasetFormat, max_bytes: int, max_rows: int = sys.maxsize
+) -> Iterator[list[Located]]:
+    """Neighbours with together at most so many rows and bytes of payload, or one row that is larger."""
+    group: list[Located] = []
+    size = 0
+    for each in rows:
+        more = row_bytes(each.row, fmt)
+        if group and (size + more > max_bytes or len(group) == max_rows):
+            yield group
+            group, size = [], 0
+        group.append(each)
+        size += more
+    if group:
+        yield group
 
 
 def holds_one_prompt(keys: KeyScheme) -> bool:
@@ -158,21 +177,6 @@ def _padded(size: int) -> int:
 
 def _room(row: Row, fmt: DatasetFormat) -> int:
     return sum(_padded(math.prod(shape) * dtype.itemsize) for _, shape, dtype in _shapes(row, fmt))
-
-
-def _batches(kept: Sequence[Located], fmt: DatasetFormat) -> Iterator[list[Located]]:
-    """Neighbours that share a record batch."""
-    limit = BATCH_BYTES if holds_one_prompt(fmt.keys) else MIXED_BATCH_BYTES
-    group: list[Located] = []
-    size = 0
-    for each in kept:
-        more = row_bytes(each.row, fmt)
-        if group and (size + more > limit or len(group) == BATCH_ROWS):
-            yield group
-            group, size = [], 0
-        group.append(each)
-        size += more
-    yield group
 
 
 def _load(group: Sequence[Located], rows: Sequence[RowData], storage: Storage) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from rr_dataset.errors import (
 )
 from rr_dataset.layout import STAGING_DIR, DatasetFormat, ShardName, parse_partition
 from rr_dataset.lookup import Lookup, id_list
-from rr_dataset.merge import Codec, Workspace, merge, row_bytes
+from rr_dataset.merge import Codec, Workspace, grouped, merge
 from rr_dataset.options import parse_compression
 from rr_dataset.snapshot import MAX_ATTEMPTS, Located, Snapshot
 from rr_dataset.storage import open_storage
@@ -114,7 +114,7 @@ class _Copy:
             rows = self._rows(path, ids, prefix)
             new, tombstones = self._new(path, rows)
             try:
-                for group in self._groups(new):
+                for group in grouped(new, self._source.format, SHARD_BYTES):
                     self._write(path, group, tombstones)
                     written += group
             except ObjectNotFoundError as error:
@@ -168,19 +168,6 @@ class _Copy:
             return new, snapshot.tombstones
 
         return self._target.reader.read([path], use)
-
-    def _groups(self, rows: Sequence[Located]) -> Iterator[list[Located]]:
-        group: list[Located] = []
-        size = 0
-        for each in rows:
-            more = row_bytes(each.row, self._source.format)
-            if group and size + more > SHARD_BYTES:
-                yield group
-                group, size = [], 0
-            group.append(each)
-            size += more
-        if group:
-            yield group
 
     def _write(self, path: str, rows: Sequence[Located], tombstones: TombstoneSet) -> None:
         """One shard, named by its rows alone, so that another copy of them makes the same name."""
