@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rr_dataset.errors import FormatError, InvalidInputError, NewerFormatError, ObjectNotFoundError
 from rr_dataset.keys import Glob, KeyScheme, Prefix
@@ -31,6 +31,8 @@ KINDS = ("prefix", "ids", "glob", "all")
 Text = str | tuple[str, ...] | Mapping[str, str | int]
 Pairs = tuple[tuple[str, str | None], ...]
 _Path = tuple[str | None, ...]
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 _MAX_LISTINGS = 8
 _FIELDS = ("uuid", "kind", "text", "run", "t_del", "made")
 
@@ -61,7 +63,7 @@ class _Pattern:
 
 
 class TombstoneSet:
-    """The tombstones of one listing. Immutable; a look-up costs the tombstones of the row's own partition."""
+    """The tombstones of one listing. Immutable; a look-up costs those that pin what the row has, and all that pin nothing."""
 
     def __init__(self, keys: KeyScheme, tombstones: Iterable[Tombstone] = (), turn: int | None = None) -> None:
         """turn: `DatasetFormat.last_turn`. Raises FormatError for a text that the key scheme does not allow."""
@@ -70,12 +72,23 @@ class TombstoneSet:
         self._by_id: dict[str, list[Tombstone]] = {}
         self._by_conversation: dict[tuple[object, ...], list[tuple[Tombstone, int]]] = {}  # the turn is that of an id
         self._ids_under: dict[_Path, list[Tombstone]] = {}
-        self._patterns_under: dict[_Path, list[_Pattern]] = {}
+        self._patterns_under: dict[_Path, list[_Pattern]] = {}  # by what is known of the path
+        self._patterns_at: dict[_Path, list[_Pattern]] = {}  # by all leading components that are known
         for tombstone in tombstones:
             try:
                 self._add(tombstone)
             except InvalidInputError as error:
                 raise FormatError(f"tombstone {tombstone.uuid}: {error}") from error
+
+    def extended(self, tombstones: Iterable[Tombstone]) -> TombstoneSet:
+        """This set and these, as a new one: much cheaper than to read all the texts again. Raises as the constructor."""
+        more = TombstoneSet(self._keys, tombstones, self._turn)
+        more._by_id = _joined(self._by_id, more._by_id)
+        more._by_conversation = _joined(self._by_conversation, more._by_conversation)
+        more._ids_under = _joined(self._ids_under, more._ids_under)
+        more._patterns_under = _joined(self._patterns_under, more._patterns_under)
+        more._patterns_at = _joined(self._patterns_at, more._patterns_at)
+        return more
 
     def _add(self, tombstone: Tombstone) -> None:
         depth, text = self._keys.partition_by, tombstone.text
@@ -92,9 +105,10 @@ class TombstoneSet:
                 self._ids_under.setdefault(path, []).append(tombstone)
             return
         pattern = _Pattern(tombstone, *read_pattern(self._keys, tombstone.kind, text, self._turn))
-        pinned = pattern.components.pinned[:depth]
+        pinned = pattern.components.pinned
         known = pinned[: pinned.index(None)] if None in pinned else pinned
-        self._patterns_under.setdefault(known, []).append(pattern)
+        self._patterns_under.setdefault(known[:depth], []).append(pattern)
+        self._patterns_at.setdefault(known, []).append(pattern)
 
     def _conversation(self, components: tuple[str | None, ...], choice: int | None) -> tuple[object, ...]:
         turn = self._turn or 0
@@ -104,11 +118,11 @@ class TombstoneSet:
         """Whether there are any."""
         return bool(self._ids_under or self._patterns_under)
 
-    def _patterns(self, path: _Path) -> Iterator[_Pattern]:
-        """Those that may match in this partition."""
-        if self._patterns_under:
-            for known in range(len(path) + 1):
-                yield from self._patterns_under.get(path[:known], ())
+    def _patterns(self, components: _Path) -> Iterator[_Pattern]:
+        """Those that may match whatever has these leading components: what knows more of them is left out."""
+        if self._patterns_at:
+            for known in range(len(components) + 1):
+                yield from self._patterns_at.get(components[:known], ())
 
     def covers(self, row: Row) -> bool:
         """Whether the row is deleted."""
@@ -123,7 +137,7 @@ class TombstoneSet:
             pattern.tombstone.reaches(row)
             and pattern.components.matches(row.components, row.choice)
             and (pattern.last_turn is None or (number is not None and int(number) <= pattern.last_turn))
-            for pattern in self._patterns(row.components[: self._keys.partition_by])
+            for pattern in self._patterns(row.components)
         )
 
     def covers_shard(self, name: ShardName, partition: Pairs) -> bool:
@@ -143,11 +157,16 @@ class TombstoneSet:
         """`tombstones_applied` of a shard whose oldest row is `tmin`: sorted uuids of those that reach into it."""
         path = tuple(value for _, value in partition)
         found = {tombstone.uuid for tombstone in self._ids_under.get(path, ()) if tmin <= tombstone.t_del}
-        for pattern in self._patterns(path):
-            reaches = all(pattern.components.allows(level, value) for level, value in enumerate(path))
-            if tmin <= pattern.tombstone.t_del and reaches:
-                found.add(pattern.tombstone.uuid)
+        for known in range(len(path) + 1):
+            for pattern in self._patterns_under.get(path[:known], ()):
+                reaches = all(pattern.components.allows(level, value) for level, value in enumerate(path))
+                if tmin <= pattern.tombstone.t_del and reaches:
+                    found.add(pattern.tombstone.uuid)
         return tuple(sorted(found))
+
+
+def _joined(index: Mapping[_K, list[_V]], more: Mapping[_K, list[_V]]) -> dict[_K, list[_V]]:
+    return {**index, **{key: index.get(key, []) + found for key, found in more.items()}}
 
 
 def read_pattern(keys: KeyScheme, kind: str, text: Text, turn: int | None) -> tuple[Prefix | Glob, int | None]:
@@ -194,9 +213,12 @@ class TombstoneCache:
         files, tombstones = self._held or ({}, TombstoneSet(self.keys, (), self.turn))
         wanted = frozenset(names)
         if wanted != files.keys():
+            only_more = files.keys() < wanted
+            known = {each.uuid for file in files.values() for each in file} if only_more else set[str]()
             files = {name: files[name] if name in files else _read(storage, name) for name in wanted}
             by_uuid = {each.uuid: each for file in files.values() for each in file}  # folding makes doubles for a while
-            tombstones = TombstoneSet(self.keys, by_uuid.values(), self.turn)
+            fresh = [each for each in by_uuid.values() if each.uuid not in known]
+            tombstones = tombstones.extended(fresh) if only_more else TombstoneSet(self.keys, fresh, self.turn)
         self._held = files, tombstones
         return tombstones
 

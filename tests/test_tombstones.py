@@ -140,11 +140,12 @@ def is_covered(each: Row, mark: Tombstone) -> bool:
     return all(str(have[name]) == str(value) for name, value in pins.items())
 
 
-@given(MARKS, ROWS, st.sampled_from([1, 2]))
-def test_against_the_definition(marks: list, rows: list, depth: int) -> None:
+@given(MARKS, ROWS, st.sampled_from([1, 2]), st.integers(0, 6))
+def test_against_the_definition(marks: list, rows: list, depth: int, first: int) -> None:
     keys = KeyScheme.fastdeploy(depth)
     made = [tombstone(*text, t_del, run, number) for number, (text, t_del, run) in enumerate(marks)]
-    found = TombstoneSet(keys, made)
+    before = TombstoneSet(keys, made[:first])
+    found = before.extended(made[first:])
     assert bool(found) == bool(made)
     partitions: dict[Any, list[Row]] = {}
     for request_id, t_submit, run in rows:
@@ -152,6 +153,7 @@ def test_against_the_definition(marks: list, rows: list, depth: int) -> None:
         covering = [mark for mark in made if is_covered(each, mark)]
         pairs = keys.partition(each.components)
         assert found.covers(each) == bool(covering)
+        assert before.covers(each) == any(mark in made[:first] for mark in covering)
         assert {mark.uuid for mark in covering} <= set(found.applied(pairs, each.t_submit))
         partitions.setdefault(pairs, []).append(each)
     for pairs, members in partitions.items():
@@ -240,7 +242,7 @@ TURN = KEYS.components.index("turn_id")
 def test_where_only_the_last_turn_is_kept_a_mark_covers_the_lower_ones(
     kind: str, text: Any, covered: list[str], left: list[str]
 ) -> None:
-    marks = TombstoneSet(KEYS, [tombstone(kind, text)], TURN)
+    marks = TombstoneSet(KEYS, (), TURN).extended([tombstone(kind, text)])
     assert [i for i in covered + left if marks.covers(row(i))] == covered
     assert not any(marks.covers(row(i, 101)) for i in covered)
     of_run = TombstoneSet(KEYS, [tombstone(kind, text, run="r")], TURN)
