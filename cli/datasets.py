@@ -6,7 +6,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from enum import Enum
 from itertools import islice
@@ -26,13 +26,15 @@ from rr_dataset import (
     create_dataset,
     open_dataset,
 )
+from rr_dataset.layout import DatasetFormat
 from rr_dataset.record import BY_HAND, shown_layers
 
 from . import output
-from .options import Json, Prefix, Uri, parse_layers
+from .options import Json, Prefix, Uri, parse_duration, parse_layers, parse_size
 from .records import head_json
 
 _HEADS_AT_ONCE = 10_000
+_OPTIONS = {"moe_layers": "--layers", "num_experts": "--experts", "top_k": "--top-k", "ttl_s": "--ttl"}
 
 
 class Keep(str, Enum):
@@ -83,6 +85,24 @@ def create(
         Keep,
         typer.Option(metavar="all|last_turn", help="Show and keep every turn of a conversation, or the highest only"),
     ] = Keep.ALL,
+    ttl: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AGE", help="`maintain` deletes what is older: 90s, 30m, 12h, 7d", show_default="no limit"
+        ),
+    ] = None,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="`maintain` deletes the oldest beyond it, such as 500GB", show_default="no limit"
+        ),
+    ] = None,
+    max_clock_skew: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECONDS", help="Between the clocks of any two hosts that use it", show_default="0, for one host"
+        ),
+    ] = None,
     exist_ok: Annotated[bool, typer.Option(help="Accept the same dataset if it is there")] = True,
     as_json: Json = False,
 ) -> None:
@@ -90,7 +110,17 @@ def create(
     spec = _spec(config, layers, experts, top_k)
     scheme = _scheme(keys, partition_by, buckets)
     existed = _is_dataset(uri)
-    dataset = create_dataset(uri, spec, keys=scheme, keep=keep.value, exist_ok=exist_ok)
+    with _options_named():
+        dataset = create_dataset(
+            uri,
+            spec,
+            keys=scheme,
+            keep=keep.value,
+            ttl_s=None if ttl is None else parse_duration(ttl),
+            max_bytes=None if max_bytes is None else parse_size(max_bytes),
+            max_clock_skew_s=None if max_clock_skew is None else parse_duration(max_clock_skew),
+            exist_ok=exist_ok,
+        )
     if not as_json:
         output.show_line("exists already, with these settings" if existed else "created")
     _show_info(dataset.info(), as_json)
@@ -162,15 +192,26 @@ def _show_info(info: DatasetInfo, as_json: bool) -> None:
             "routing": f"layers {shown_layers(spec.moe_layers)}; {spec.num_experts} experts, top-{spec.top_k}, "
             f"{spec.dtype}, {spec.topk_order} order; {spec.bytes_per_token} B a token",
             "ids": keys.rest if keys.buckets else keys.delimiter.join(keys.components),
-            "keeps": "the last turn only" if info.format.keep == "last_turn" else None,
+            "keeps": "; ".join(_kept(info.format)),
             "directories": f"{info.partitions:,} by {', '.join(keys.components[: keys.partition_by])}",
             "shards": f"{info.shards:,}",
             "rows": f"{info.rows:,} puts and drops" if info.rows else "0",
             "size": output.shown_bytes(info.bytes),
             "delete marks": info.tombstone_files or None,
+            "clocks": f"within {info.format.max_clock_skew_s:g} s",
             "format": f"version {info.format.format_version}",
         }
     )
+
+
+def _kept(fmt: DatasetFormat) -> Iterator[str]:
+    """What is kept of all that is put."""
+    if fmt.keep == "last_turn":
+        yield "the last turn only"
+    if fmt.ttl_s is not None:
+        yield f"up to {output.shown_duration(fmt.ttl_s)}"
+    if fmt.max_bytes is not None:
+        yield f"up to {output.shown_bytes(fmt.max_bytes)}"
 
 
 def _spec(config: Path | None, layers: str | None, experts: int | None, top_k: int | None) -> RoutingSpec:
@@ -188,13 +229,20 @@ def _spec(config: Path | None, layers: str | None, experts: int | None, top_k: i
         given = {"--layers": layers, "--experts": experts, "--top-k": top_k}
         lacking = " and ".join(name for name, value in given.items() if value is None)
         raise typer.BadParameter("needed, unless a --config says it", param_hint=lacking)
-    try:
+    with _options_named():
         return RoutingSpec(moe_layers=tuple(parse_layers(layers)), num_experts=experts, top_k=top_k)
+
+
+@contextmanager
+def _options_named() -> Iterator[None]:
+    """Errors of the library name the options that its arguments came from."""
+    try:
+        yield
     except InvalidInputError as error:
         text = str(error)
-        for name, option in (("moe_layers", "--layers"), ("num_experts", "--experts"), ("top_k", "--top-k")):
+        for name, option in _OPTIONS.items():
             text = text.replace(f"{name}=", f"{option} ")
-        raise InvalidInputError(text) from error
+        raise type(error)(text) from error
 
 
 def _is_dataset(uri: str) -> bool:

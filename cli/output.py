@@ -22,6 +22,7 @@ EXIT_FOUND_PROBLEMS = 3  # 2 is a usage error, which typer reports
 
 _PIPE_WIDTH = 10_000  # a pipe has no edge to wrap at
 _UNITS = ("B", "kB", "MB", "GB", "TB")
+_TIMES = (("d", 86400), ("h", 3600), ("m", 60))
 
 
 def show_json(value: Any) -> None:
@@ -149,6 +150,12 @@ def shown_bytes(size: float) -> str:
     while size >= 999.95 and unit < len(_UNITS) - 1:
         size, unit = size / 1000, unit + 1
     return f"{size:.1f} {_UNITS[unit]}" if unit else f"{size:.0f} B"
+
+
+def shown_duration(seconds: float) -> str:
+    """`604800` -> `7d`, in the largest unit that divides it."""
+    unit, size = next((each for each in _TIMES if seconds and not seconds % each[1]), ("s", 1))
+    return f"{seconds / size:.15g}{unit}"
 
 
 def shown_time(stamp: int) -> str:

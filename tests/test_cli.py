@@ -166,6 +166,20 @@ def test_create_with_a_key_scheme(run: Any, tmp_path: Path, options: tuple[Any, 
     assert rr.open_dataset(tmp_path / "a").keys == scheme
 
 
+def test_create_with_limits(run: Any, tmp_path: Path) -> None:
+    create = ("create", tmp_path / "a", "--layers", "0", "--experts", 8, "--top-k", 2)
+    made = run(*create, "--ttl", "7d", "--max-bytes", "1.5TB", "--max-clock-skew", 1)
+    assert (made.code, "1.5TB" in made.err) == (2, True)
+    made = run(*create, "--ttl", "36h", "--max-bytes", "64MiB", "--max-clock-skew", "0.5", "--keep", "last_turn")
+    assert re.search("keeps +the last turn only; up to 36h; up to 67.1 MB\n", made.out)
+    assert re.search("clocks +within 0.5 s\n", made.out)
+    fmt = rr.open_dataset(tmp_path / "a").format
+    assert (fmt.ttl_s, fmt.max_bytes, fmt.max_clock_skew_s) == (36 * 3600, 64 << 20, 0.5)
+    refused = run(*create, "--ttl", "36h")
+    assert (refused.code, "max_bytes" in refused.err, "max_clock_skew_s" in refused.err) == (1, True, True)
+    assert "error: --ttl 0.0: expected more than 0" in run("create", tmp_path / "b", *create[2:], "--ttl", 0).err
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -177,6 +191,9 @@ def test_create_with_a_key_scheme(run: Any, tmp_path: Path, options: tuple[Any, 
         ("--layers", "0", "--experts", 8, "--top-k", 2, "--keys", "mine"),
         ("--layers", "0", "--experts", 8, "--top-k", 2, "--keys", "uuid", "--partition-by", 2),
         ("--layers", "0", "--experts", 8, "--top-k", 2, "--buckets", 2),
+        ("--layers", "0", "--experts", 8, "--top-k", 2, "--ttl", "soon"),
+        ("--layers", "0", "--experts", 8, "--top-k", 2, "--max-bytes", "0"),
+        ("--layers", "0", "--experts", 8, "--top-k", 2, "--max-clock-skew", "-1"),
     ],
 )
 def test_wrong_usage_of_create(run: Any, tmp_path: Path, options: tuple[Any, ...]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from cli import output
-from cli.options import parse_layers, parse_tokens, read_ids
+from cli.options import parse_duration, parse_layers, parse_tokens, read_ids
 from rr_dataset.record import shown_layers
 
 
@@ -40,6 +40,11 @@ def test_parse_tokens(text: str, tokens: slice) -> None:
 )
 def test_shown_bytes(size: float, text: str) -> None:
     assert output.shown_bytes(size) == text
+
+
+@pytest.mark.parametrize("text", ["0s", "0.5s", "90s", "30m", "36h", "7d"])
+def test_durations_read_back(text: str) -> None:
+    assert output.shown_duration(parse_duration(text)) == text
 
 
 def test_ids_of_a_file_are_split_at_newlines_alone(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_errors_of_the_format() -> None:
     [
         ("ext4", 0.0, "ok", ""),
         ("ext4", None, "ok", ""),
-        ("nfs4", 0.0, "fail", "max_clock_skew_s=1.0"),
+        ("nfs4", 0.0, "fail", "`rr-dataset create --max-clock-skew 1`"),
         ("nfs4", None, "warn", "max_clock_skew_s=1.0"),
         ("nfs4", 0.5, "ok", "hosts share"),
         ("fuse.juicefs", 0.0, "fail", "max_clock_skew_s is 0"),
@@ -165,7 +165,8 @@ def test_file_systems(kind: str, skew_s: float | None, level: str, said: str) ->
     ],
 )
 def test_space(facts: Any, level: str) -> None:
-    assert judge.space(Path("/d"), facts)[0] == level
+    verdict = judge.space(Path("/d"), facts)
+    assert (verdict[0], "create --max-bytes" in verdict[2]) == (level, level == "warn")
 
 
 @pytest.mark.parametrize(("files", "size", "level"), [(20, 50 * MIB, "ok"), (19, GB, "warn"), (9e3, 49 * MIB, "warn")])

@@ -181,7 +181,7 @@ def file_system(folder: Path, mount: Mount, skew_s: float | None) -> Verdict:
     seen = f"{folder} on {mount.kind}, mounted at {mount.point}"
     if mount.shared:
         seen += ", which hosts share"
-        how = f"create_dataset(..., max_clock_skew_s={HOSTS_SKEW_S})"
+        how = f"max_clock_skew_s={HOSTS_SKEW_S} (`rr-dataset create --max-clock-skew {HOSTS_SKEW_S:g}`)"
         if skew_s is None:
             return warn(seen, f"create it with {how}")
         if not skew_s:
@@ -202,7 +202,8 @@ def space(folder: Path, room: os.statvfs_result) -> Verdict:
     if free < WriterOptions.slab_bytes or (inodes is not None and inodes < 1000):
         return fail(seen, "free space there, or delete prefixes")
     if free < max(total // 20, 2 * WriterOptions.spool_bytes) or (inodes is not None and inodes < 100_000):
-        return warn(seen, "free space there, or delete prefixes; a record may be a file of its own")
+        limits = "one made with max_bytes= or ttl_s= (`rr-dataset create --max-bytes --ttl`) is kept small by maintain"
+        return warn(seen, f"free space there, or delete prefixes; a record may be a file of its own; {limits}")
     return ok(seen)
 
 
