@@ -56,7 +56,9 @@ def import_fastdeploy(
 
 def export(
     uri: Uri,
-    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the files go", show_default=False)],
+    out: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Where the files go: empty, or not there yet", show_default=False)
+    ],
     format: Annotated[  # noqa: A002 -- the option's name
         Format, typer.Option(metavar="npz|safetensors|parquet", help="Files of whole records")
     ] = Format.PARQUET,

@@ -118,12 +118,13 @@ def test_export(run: Any, stored: Stored, tmp_path: Path) -> None:
         assert arrays["layers"].tolist() == [3, 4]
     code, out, _ = run("export", stored.root, tmp_path / "p", "--long", "--json")
     assert (code, json.loads(out)["files"]) == (0, 2)
-    assert run("export", stored.root, tmp_path / "p", "--counts")[0] == 0
-    assert sorted(path.name for path in (tmp_path / "p").rglob("*.parquet")) == [
-        *("counts.parquet", "long.parquet", "long.parquet"),
-    ]
-    assert run("export", stored.root, tmp_path / "p", "--counts", "--long")[0] == 2
-    assert run("export", stored.root, tmp_path / "p", "--counts", "--format", "npz")[0] == 2
+    assert [path.name for path in (tmp_path / "p").rglob("*.parquet")] == ["long.parquet", "long.parquet"]
+    code, out, err = run("export", stored.root, tmp_path / "p", "--counts")
+    assert (code, out, "name a folder that is empty" in err) == (1, "", True)
+    assert run("export", stored.root, tmp_path / "c", "--counts")[0] == 0
+    assert [path.name for path in (tmp_path / "c").rglob("*.*")] == ["counts.parquet"]
+    assert run("export", stored.root, tmp_path / "q", "--counts", "--long")[0] == 2
+    assert run("export", stored.root, tmp_path / "q", "--counts", "--format", "npz")[0] == 2
 
 
 def test_copy(run: Any, stored: Stored, tmp_path: Path) -> None:

@@ -137,8 +137,20 @@ def test_long_and_counts(stored: Stored, tmp_path: Path) -> None:
     assert report.records == 4
     found = pa.concat_tables([pq.ParquetFile(path).read() for path in sorted((tmp_path / "out").rglob("long.parquet"))])
     assert found.equals(rr.to_long(stored.root).read_all())
-    assert rr.export(stored.root, tmp_path / "out", "counts", prefix="a").files == 1
-    assert pq.read_table(tmp_path / "out" / "counts.parquet").equals(rr.expert_counts(stored.root, "a"))
+    assert rr.export(stored.root, tmp_path / "counts", "counts", prefix="a").files == 1
+    assert pq.read_table(tmp_path / "counts" / "counts.parquet").equals(rr.expert_counts(stored.root, "a"))
+
+
+def test_an_export_does_not_mix_with_what_is_there(stored: Stored, tmp_path: Path) -> None:
+    fill(stored)
+    (tmp_path / "out" / "data_id=a").mkdir(parents=True)
+    rr.export(stored.root, tmp_path / "out")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for out in (tmp_path / "out", stored.root):
+        for kind in ("npz", "counts"):
+            with pytest.raises(rr.InvalidInputError, match=f"{out} holds files, .*: name a folder"):
+                rr.export(stored.root, out, kind)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 def test_an_export_that_fails_leaves_no_file(stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,10 +159,12 @@ def test_an_export_that_fails_leaves_no_file(stored: Stored, tmp_path: Path, mon
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(np, "savez", full)
-    with pytest.raises(OSError, match="No space"):
-        rr.export(stored.root, tmp_path / "out", "npz")
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez", full)
+        with pytest.raises(OSError, match="No space"):
+            rr.export(stored.root, tmp_path / "out", "npz")
     assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == []
+    assert rr.export(stored.root, tmp_path / "out", "npz").files == 4
     with pytest.raises(rr.InvalidInputError, match="npz, safetensors, parquet"):
         rr.export(stored.root, tmp_path / "out", "csv")
 
@@ -299,7 +313,7 @@ def test_progress_ends_at_all_bytes(stored: Stored, tmp_path: Path) -> None:
     for work in (
         lambda progress: rr.copy(stored.root, tmp_path / "copy", progress=progress),
         lambda progress: rr.export(stored.root, tmp_path / "out", "npz", progress=progress),
-        lambda progress: rr.export(stored.root, tmp_path / "out", "counts", progress=progress),
+        lambda progress: rr.export(stored.root, tmp_path / "counts", "counts", progress=progress),
         lambda progress: rr.layer_loads(stored.root, progress=progress),
     ):
         told: list[tuple[int, int]] = []

@@ -4,7 +4,8 @@
     <out>/data_id=<value>/[gen_id=<value>/]records.parquet            also long.parquet: a file for each partition
     <out>/counts.parquet
 
-The folders are those of the dataset (hive style). Files are written whole or not at all, and replace what was there.
+The folders are those of the dataset (hive style). Files are written whole or not at all, into a folder that holds none: what
+an earlier export left of records that are gone since would be read as if it were of this one.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def export(
     storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
-    """Write all records, or those under a prefix, below the local folder `out`. Dropped ones are left out.
+    """Write all records, or those under a prefix, below the local folder `out`, which holds no file yet. No dropped ones.
 
     format:
         "npz", "safetensors": arrays of each record: see `record_arrays`; safetensors has the texts in its metadata.
@@ -76,12 +77,13 @@ def export(
     layers: only these; None: all.
     progress: called with the bytes of the partitions that are done, and of all.
 
-    In memory are a few records, and one row group of Parquet. Raises InvalidInputError for an unknown format, and as
-    `RoutingDataset.get_many`; OSError where `out` cannot be written.
+    In memory are a few records, and one row group of Parquet. Raises InvalidInputError for an unknown format or an
+    `out` with files in it, and as `RoutingDataset.get_many`; OSError where `out` cannot be written.
     """
     if format not in FORMATS:
         raise InvalidInputError(f"format={format!r}: expected one of {', '.join(FORMATS)}")
     dataset, folder = open_dataset(uri, storage_options=storage_options), Path(out)
+    _require_no_files(folder)
     if format == "counts":
         table = expert_counts(uri, prefix, layers=layers, storage_options=storage_options, progress=progress)
         path = folder / "counts.parquet"
@@ -112,6 +114,16 @@ def record_arrays(record: RoutingRecord) -> dict[str, Any]:
         "logprobs": record.logprobs,
     }
     return {name: array for name, array in arrays.items() if array is not None}
+
+
+def _require_no_files(folder: Path) -> None:
+    """Raises InvalidInputError. Empty folders do no harm: a failed export may leave some."""
+    held = next((path for path in folder.rglob("*") if not path.is_dir()), None)
+    if held is not None:
+        raise InvalidInputError(
+            f"{folder} holds files, such as {str(held.relative_to(folder))!r}, which would mix with the new ones: name a folder "
+            "that is empty or not there yet, or remove this one first"
+        )
 
 
 @contextmanager
