@@ -18,7 +18,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
+from threading import Lock
 from typing import Any
 
 from rr_dataset.clock import COUNTER_MAX, millis, pack, wall_ms
@@ -151,13 +153,14 @@ class DeleteReport:
 
 
 Progress = Callable[[DeleteReport], object]
+Earlier = Callable[[], TombstoneSet]
 
 
-def plan(path: str, shards: Sequence[Found], marks: TombstoneSet, earlier: TombstoneSet) -> PartitionPlan:
+def plan(path: str, shards: Sequence[Found], marks: TombstoneSet, earlier: Earlier) -> PartitionPlan:
     """What `marks` delete in a partition. Pure; to carry it out late is safe, since no file's name is ever used again.
 
-    earlier: the tombstones there were before. What they cover is not counted as deleted once more, but a file goes when all
-    its rows are covered by the ones or the others.
+    earlier: the other tombstones, asked for where indexes were read. What they cover is not counted as deleted once more, but
+    a file goes when all its rows are covered by the ones or the others.
     """
     pairs = parse_partition(path) or ()
     remove: list[str] = []
@@ -168,8 +171,9 @@ def plan(path: str, shards: Sequence[Found], marks: TombstoneSet, earlier: Tombs
             gone, count = True, shard.name.rows
             newest = [(run, shard.name.tmax) for run in shard.runs]
         elif shard.rows is not None:
-            fresh = [row for row in shard.rows if marks.covers(row) and not earlier.covers(row)]
-            gone, count = all(marks.covers(row) or earlier.covers(row) for row in shard.rows), len(fresh)
+            others = earlier()
+            fresh = [row for row in shard.rows if marks.covers(row) and not others.covers(row)]
+            gone, count = all(marks.covers(row) or others.covers(row) for row in shard.rows), len(fresh)
             newest = [(row.run_id, row.t_submit) for row in fresh]
         else:
             continue
@@ -198,7 +202,7 @@ class _Survey:
         storage: Storage,
         fmt: DatasetFormat,
         tombstones: Sequence[Tombstone],
-        earlier: TombstoneSet,
+        earlier: Earlier,
         *,
         runs: bool,
     ) -> None:
@@ -270,12 +274,12 @@ def remove_covered(
     storage: Storage,
     fmt: DatasetFormat,
     tombstones: Sequence[Tombstone],
-    earlier: TombstoneSet,
+    earlier: Earlier,
     progress: Progress | None = None,
 ) -> DeleteReport:
     """Step 3, for tombstones that are durable. Idempotent; others may do the same meanwhile.
 
-    earlier: the tombstones there were before, as for `plan`.
+    earlier: the other tombstones, as for `plan`.
     """
     survey = _Survey(storage, fmt, tombstones, earlier, runs=False)
 
@@ -333,11 +337,10 @@ def delete(
     storage = open_storage(uri, storage_options)
     fmt = read_format(storage)
     target = Target.of(fmt, prefixes, ids, glob, older_than_s, run, everything=everything)
-    earlier = relist_tombstones(storage, TombstoneCache(fmt.keys, fmt.last_turn))
     now_ms, skew_ms = wall_ms(), _skew_ms(fmt)
     tombstones = target.tombstones(now_ms, skew_ms)
-    write_tombstones(storage, tombstones, now_ms)
-    report = remove_covered(storage, fmt, tombstones, earlier, progress)
+    name = write_tombstones(storage, tombstones, now_ms)
+    report = remove_covered(storage, fmt, tombstones, _others(storage, fmt, name), progress)
     last_ms = max(millis(tombstone.t_del) for tombstone in tombstones) + skew_ms
     while (left_ms := last_ms - wall_ms()) >= 0:
         time.sleep(max(left_ms / 1000, _PAUSE_S))
@@ -370,10 +373,25 @@ def plan_delete(
     storage = open_storage(uri, storage_options)
     fmt = read_format(storage)
     target = Target.of(fmt, prefixes, ids, glob, older_than_s, run, everything=everything)
-    earlier = relist_tombstones(storage, TombstoneCache(fmt.keys, fmt.last_turn))
-    survey = _Survey(storage, fmt, target.tombstones(wall_ms(), _skew_ms(fmt)), earlier, runs=True)
+    tombstones = target.tombstones(wall_ms(), _skew_ms(fmt))
+    survey = _Survey(storage, fmt, tombstones, _others(storage, fmt), runs=True)
     plans = map(survey.plan, survey.directories(fmt.keys.partition_by))
     return (task for task in plans if task.remove or task.hidden)
+
+
+def _others(storage: Storage, fmt: DatasetFormat, besides: str = "") -> Earlier:
+    """The tombstones of all files but this one, read once and only if asked for: whole directories need none of them."""
+    lock = Lock()
+
+    @cache
+    def read() -> TombstoneSet:
+        return relist_tombstones(storage, TombstoneCache(fmt.keys, fmt.last_turn), besides)
+
+    def once() -> TombstoneSet:
+        with lock:
+            return read()
+
+    return once
 
 
 def _skew_ms(fmt: DatasetFormat) -> int:

@@ -108,7 +108,7 @@ class Steward:
             return DeleteReport()
         tombstone = Tombstone(uuid.uuid4().hex, "all", "", None, until, now_ms)
         write_tombstones(self._storage, [tombstone], now_ms)
-        return remove_covered(self._storage, fmt, [tombstone], earlier)
+        return remove_covered(self._storage, fmt, [tombstone], lambda: earlier)
 
 
 def cut(shards: Sequence[Listed], fmt: DatasetFormat, now_ms: int) -> int | None:

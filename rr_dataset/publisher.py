@@ -82,7 +82,7 @@ class Publisher:
             )
             if tombstones:
                 everything = relist_tombstones(self._storage, self._tombstones)
-                remove_covered(self._storage, self.dataset, tombstones, everything)
+                remove_covered(self._storage, self.dataset, tombstones, lambda: everything)
                 del self._buried[contents.identity["writer"], contents.seq]
             torn = contents.torn
         write_state(slab, ASIDE if report.set_aside else PUBLISHED)

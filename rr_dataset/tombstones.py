@@ -223,24 +223,25 @@ class TombstoneCache:
         return tombstones
 
 
-def list_tombstones(storage: Storage, cache: TombstoneCache) -> TombstoneSet:
+def list_tombstones(storage: Storage, cache: TombstoneCache, besides: str = "") -> TombstoneSet:
     """List anew, read what `cache` lacks.
 
-    Raises ObjectNotFoundError when a file vanishes before it is read: the caller starts over, with its listing of shards
+    besides: name of a file to leave out. Raises ObjectNotFoundError when a file vanishes before it is read: the caller starts over, with its listing of shards
     too. Raises FormatError for a damaged file, NewerFormatError for a kind of a later version.
     """
-    return cache.update(storage, (e.name for e in storage.list(TOMBSTONE_DIR) if parse_tombstone_name(e.name)))
+    names = (entry.name for entry in storage.list(TOMBSTONE_DIR))
+    return cache.update(storage, (name for name in names if name != besides and parse_tombstone_name(name)))
 
 
-def relist_tombstones(storage: Storage, cache: TombstoneCache) -> TombstoneSet:
+def relist_tombstones(storage: Storage, cache: TombstoneCache, besides: str = "") -> TombstoneSet:
     """`list_tombstones` for who has listed no shards: again while files vanish under it (gc folds them).
 
     The last ObjectNotFoundError goes up.
     """
     for _ in range(_MAX_LISTINGS - 1):
         with suppress(ObjectNotFoundError):
-            return list_tombstones(storage, cache)
-    return list_tombstones(storage, cache)
+            return list_tombstones(storage, cache, besides)
+    return list_tombstones(storage, cache, besides)
 
 
 def write_tombstones(storage: Storage, tombstones: Sequence[Tombstone], made_ms: int) -> str:

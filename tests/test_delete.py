@@ -257,11 +257,19 @@ def test_the_mark_is_durable_before_anything_is_listed_or_removed(
     spy = Spy(monkeypatch)
     rr.delete_prefix(stored.root, "a")
     shards = sorted(call for call in spy.calls if call.startswith("delete"))
-    assert spy.calls[0] == "list _rr/tombstones"
-    assert spy.calls[1].startswith("create _rr/tombstones/")
-    assert spy.calls[3] == "sync_dirs ['_rr/tombstones']"
-    assert spy.calls[4:] == ["list data_id=a", *shards, "remove_empty_dirs data_id=a"]
+    assert spy.calls[0].startswith("create _rr/tombstones/")
+    assert spy.calls[2] == "sync_dirs ['_rr/tombstones']"
+    assert spy.calls[3:] == ["list data_id=a", *shards, "remove_empty_dirs data_id=a"]
     assert len(shards) == 1
+
+
+def test_other_marks_are_read_once_and_only_where_indexes_are(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    rr.delete(stored.root, ids=["a:1"])
+    spy = Spy(monkeypatch)
+    rr.delete(stored.root, prefixes=["a"])
+    assert "list _rr/tombstones" not in spy.calls
+    rr.delete(stored.root, glob="*:2")
+    assert spy.calls.count("list _rr/tombstones") == 1
 
 
 def test_a_newer_put_that_arrives_meanwhile_stays(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
