@@ -96,6 +96,14 @@ def test_samples_of_a_prompt_share_a_batch_and_large_ones_are_cut(
     assert batches_of(max(shards(stored.root, "data_id=q"))) == [2, 2, 1]
 
 
+def test_a_batch_has_at_most_so_many_rows(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "BATCH_ROWS", 3)
+    stored.shard(*[stored.row(f"a:{i}:0:0") for i in range(4)])
+    stored.shard(*[stored.row(f"a:{i}:0:0") for i in range(4, 7)])
+    compact_at(stored.root, LATER_MS)
+    assert batches_of(output_of(stored.root)) == [3, 3, 1]
+
+
 def test_many_prompts_in_a_partition_get_smaller_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merging, "MIXED_BATCH_BYTES", 2 * 1000 * SPEC.bytes_per_token)
     stored = Stored(tmp_path / "steps", keys=rr.KeyScheme.by_step())
