@@ -17,7 +17,14 @@ from rich.table import Table
 
 from .bench import Bench, Unavailable
 from .compaction import compact_get, compact_size, compact_speed
-from .deletes import delete_scale, delete_seed, get_after_deletes, many_prefixes, put_while_deleting
+from .deletes import (
+    delete_after_deletes,
+    delete_scale,
+    delete_seed,
+    get_after_deletes,
+    many_prefixes,
+    put_while_deleting,
+)
 from .facts import facts
 from .ingest import ingest_large, ingest_small, worker_memory
 from .measure import Check
@@ -45,6 +52,7 @@ ROWS = {  # ingest comes before the others have deleted many files
     "compact-get": compact_get,
     "delete-scale": delete_scale,
     "delete-seed": delete_seed,
+    "delete-deletes": delete_after_deletes,
     "get-deletes": get_after_deletes,
     "put-deleting": put_while_deleting,
     "many-prefixes": many_prefixes,

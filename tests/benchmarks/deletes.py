@@ -12,9 +12,10 @@ import multiprocessing
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -108,25 +109,43 @@ def get_after_deletes(bench: Bench) -> list[Check]:
                     each.put(request_id, record, layout="LTK")
             writer.flush()
             other.flush()
-            for first in range(0, DELETES, 1000):
-                numbers = range(first + 1, first + 1001)
-                far = [f"gone_{number}" for number in numbers]
-                near = [f"prompt_{number % len(ids)}:{number}" for number in numbers]
-                rr.delete(root, prefixes=near if row.endswith("near") else far)
-            _fold(root)
+            near = row.endswith("near")
+            _delete_others(root, [f"prompt_{i % len(ids)}:{i + 1}" if near else f"gone_{i}" for i in range(DELETES)])
             after, before = rr.open_dataset(root), rr.open_dataset(plain)
             began = time.perf_counter()
             after.get(ids[0])
             cold_s = time.perf_counter() - began
+            rr.delete_prefix(root, "another")
+            began = time.perf_counter()
+            after.get(ids[0])
+            next_s = time.perf_counter() - began
             pairs = interleave(
                 lambda i: after.get(ids[i % len(ids)]),  # noqa: B023 - called here
                 lambda i: before.get(ids[i % len(ids)]),  # noqa: B023 - called here
                 bench.count(200, 1000),
             )
-        note = f"the first get of a process, which reads the deletes: {shown(cold_s, 'ms')}"
+        note = (
+            f"the first get of a process, which reads the deletes: {shown(cold_s, 'ms')}; "
+            f"the first after one more delete: {shown(next_s, 'ms')}"
+        )
         title = f"get 0.4 MB after {DELETES:,} deletes {what}, folded"
         checks.append(at_most(row, title, "before", pairs, 1.2, unit="us", note=note))
     return checks
+
+
+def delete_after_deletes(bench: Bench) -> list[Check]:
+    """One prefix of 64 records under 16,000 folded deletes of others."""
+    with bench.folder() as folder:
+        for name in ("after", "before"):
+            _build(folder / name, 64, PREFIX_FILES)
+        _delete_others(folder / "after", [f"gone_{i}" for i in range(DELETES)])
+        pairs = interleave(
+            lambda i: _delete(folder / "after", i + 1),
+            lambda i: _delete(folder / "before", i + 1),
+            bench.count(20, 40),
+        )
+    what = f"delete a prefix of 64 records in {PREFIX_FILES} files after {DELETES:,} deletes, folded"
+    return [at_most("delete-deletes", what, "before", pairs, 1.2)]
 
 
 def put_while_deleting(bench: Bench) -> list[Check]:
@@ -276,13 +295,15 @@ async def _fill(theirs: Any, prefixes: int) -> None:
             raise RuntimeError("p2pstore refused a put")
 
 
-def _fold(root: Path) -> None:
-    """As gc does once the deletes are old enough: in its second run what the first has folded goes."""
+def _delete_others(root: Path, prefixes: Sequence[str]) -> None:
+    """Delete what is not there, and fold as gc does once the marks are old enough: in its second run the old files go."""
+    for first in range(0, len(prefixes), 1000):
+        rr.delete(root, prefixes=prefixes[first : first + 1000])
     storage = open_storage(root)
     fmt = read_format(storage)
-    for hours in (1, 2):
-        later_ms = wall_ms() + hours * int((FOLD_AFTER_S + fmt.grace_s + 60) * 1000)
-        Fold.begin(storage, fmt, TombstoneCache(fmt.keys), lambda: later_ms).finish(frozenset(), dry_run=False)  # noqa: B023
+    for runs in (1, 2):
+        later_ms = wall_ms() + runs * int((FOLD_AFTER_S + fmt.grace_s + 60) * 1000)
+        Fold.begin(storage, fmt, TombstoneCache(fmt.keys), partial(int, later_ms)).finish(frozenset(), dry_run=False)
     if len(storage.list(TOMBSTONE_DIR)) != 1:
         raise RuntimeError("the deletes were not folded into one file")
 
