@@ -67,7 +67,9 @@ def export(
     storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> ExportReport:
-    """Write all records, or those under a prefix, below the local folder `out`, which holds no file yet. No dropped ones.
+    """Write all records, or those under a prefix, below the local folder `out`, which holds no file yet.
+
+    Dropped ones are left out.
 
     format:
         "npz", "safetensors": arrays of each record: see `record_arrays`; safetensors has the texts in its metadata.
