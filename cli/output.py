@@ -31,10 +31,8 @@ def show_json(value: Any) -> None:
 
 
 def show_lines(lines: Iterable[str]) -> None:
-    """Lines for people on stdout, never wrapped."""
-    console = _console()
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)
+    """Lines for people on stdout, never wrapped and without style: there may be a million."""
+    sys.stdout.writelines(f"{line}\n" for line in lines)
 
 
 def show_line(text: str) -> None:
