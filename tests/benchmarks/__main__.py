@@ -28,7 +28,7 @@ from .deletes import (
 from .facts import facts
 from .ingest import ingest_large, ingest_small, worker_memory
 from .measure import Check
-from .put import put_int32, put_large, put_queue, put_small
+from .put import put_blocked, put_int32, put_large, put_queue, put_small
 from .read import get_cold, get_layers, get_many_large, get_many_small, get_tokens_first, get_warm
 from .seed import seed_store
 
@@ -39,6 +39,7 @@ ROWS = {  # ingest comes before the others have deleted many files
     "put-queue": put_queue,
     "put-small": put_small,
     "put-int32": put_int32,
+    "put-blocked": put_blocked,
     "get-warm": get_warm,
     "get-cold": get_cold,
     "get-layers": get_layers,

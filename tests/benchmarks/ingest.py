@@ -10,36 +10,44 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from rr_dataset.publish import PUBLISH_THREADS
 
 from .bench import LARGE_TOKENS, MIB, SMALL_TOKENS, Array, Bench, Ids, sources, sync_directory, write_file
 from .measure import Check, Pairs, at_least, interleave
 
-FILES = f"as many plain files, a directory each, all synced, {PUBLISH_THREADS} threads"
+THREADS = (1, PUBLISH_THREADS)  # of the opponent: what a simple writer does, and what the worker has
 
 
 def ingest_large(bench: Bench) -> list[Check]:
     """12.6 MB records, each in a shard and a directory of its own."""
-    count = bench.count(40, 80)
-    pairs = _ingest(bench, sources(8, LARGE_TOKENS), count, bench.count(5, 7))
-    return [at_least("ingest-large", f"ingest {count} x 12.6 MB, one a shard", FILES, pairs, 0.9)]
+    count, records = bench.count(40, 80), sources(8, LARGE_TOKENS)
+    what = f"ingest {count} x 12.6 MB, one a shard"
+    return [
+        at_least("ingest-large", what, _files(threads), _ingest(bench, records, count, threads), 0.9)
+        for threads in THREADS
+    ]
 
 
 def ingest_small(bench: Bench) -> list[Check]:
     """The same of 0.4 MB records."""
-    count = bench.count(320, 1280)
-    pairs = _ingest(bench, sources(16, SMALL_TOKENS), count, bench.count(5, 7))
+    count, records = bench.count(320, 1280), sources(16, SMALL_TOKENS)
     what = f"ingest {count} x 0.4 MB, one a shard"
-    rates = [count / seconds for seconds in pairs.ours]
-    rate = count / pairs.ours_s
+    every = [_ingest(bench, records, count, threads) for threads in THREADS]
+    rates = [count / seconds for pairs in every for seconds in pairs.ours]
+    rate = float(np.median(rates))
     return [
-        at_least("ingest-small", what, FILES, pairs, 0.7),
+        *(
+            at_least("ingest-small", what, _files(threads), pairs, 0.7)
+            for threads, pairs in zip(THREADS, every, strict=True)
+        ),
         Check(
             "ingest-small-rate",
             f"{what}, shards a second",
             "",
             f"{rate:,.0f}/s",
-            f"{count / pairs.theirs_s:,.0f}/s",
+            "",
             rate,
             "/s",
             ">=",
@@ -50,9 +58,13 @@ def ingest_small(bench: Bench) -> list[Check]:
     ]
 
 
-def _ingest(bench: Bench, records: Sequence[Array], count: int, rounds: int) -> Pairs:
+def _files(threads: int) -> str:
+    return f"as many plain files, a directory each, all synced, {threads} thread{'s' * (threads > 1)}"
+
+
+def _ingest(bench: Bench, records: Sequence[Array], count: int, threads: int) -> Pairs:
     """Nothing is deleted in between: ext4 takes up to a millisecond for a new file where many have just been deleted."""
-    with bench.writer() as (writer, root), ThreadPoolExecutor(PUBLISH_THREADS) as pool:
+    with bench.writer() as (writer, root), ThreadPoolExecutor(threads) as pool:
         ids, numbers, plain = Ids(), itertools.count(), root.parent / "plain"
         plain.mkdir()
 
@@ -72,7 +84,7 @@ def _ingest(bench: Bench, records: Sequence[Array], count: int, rounds: int) -> 
                 pass
             sync_directory(plain)
 
-        return interleave(ingest, write_files, rounds)
+        return interleave(ingest, write_files, bench.count(5, 7))
 
 
 def worker_memory(bench: Bench) -> list[Check]:

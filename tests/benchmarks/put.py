@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import numpy as np
 
 import rr_dataset as rr
 
-from .bench import LARGE_TOKENS, MIB, SMALL_TOKENS, Array, Bench, Ids, Load, sources
+from .bench import LARGE_TOKENS, MIB, SMALL_TOKENS, Array, Bench, Ids, Load, Unavailable, sources
 from .measure import Check, at_least, at_most, interleave, shown
 
 COPY = "np.copyto into one touched array, worker busy"
@@ -126,3 +128,42 @@ def put_int32(bench: Bench) -> list[Check]:
         )
     against = "min(), max(), np.copyto(casting='unsafe') into one touched array"
     return [at_most("put-int32", "put 12.6 MB from int32, worker idle", against, pairs, 1.2)]
+
+
+def put_blocked(bench: Bench) -> list[Check]:
+    """`put` of 0.4 MB while the file system of the dataset is frozen, against one that is not."""
+    records, ids = sources(16, SMALL_TOKENS), Ids()
+    with ExitStack() as stack:
+        disk = stack.enter_context(_own_disk(bench))
+        frozen = stack.enter_context(Bench(disk, bench.quick).writer())[0]
+        running = stack.enter_context(bench.writer())[0]
+        stack.callback(_run, "fsfreeze", "--unfreeze", disk)
+        _run("fsfreeze", "--freeze", disk)
+        pairs = interleave(
+            lambda i: frozen.put(ids.new(), records[i % 16]),
+            lambda i: running.put(ids.new(), records[i % 16]),
+            bench.count(300, 600),
+        )
+    against = "the same with a disk that answers"
+    return [at_most("put-blocked", "put 0.4 MB, disk of the dataset frozen", against, pairs, 1.2, unit="us")]
+
+
+@contextmanager
+def _own_disk(bench: Bench) -> Iterator[Path]:
+    """A small ext4 of its own, which can be frozen without stopping anybody else."""
+    with bench.folder() as folder, ExitStack() as stack:
+        image, disk = folder / "image", folder / "disk"
+        disk.mkdir()
+        with image.open("wb") as file:
+            file.truncate(1 << 30)
+        try:
+            _run("mkfs.ext4", "-q", image)
+            _run("mount", "-o", "loop", image, disk)
+            stack.callback(_run, "umount", disk)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise Unavailable(f"it takes root and mkfs.ext4 to make a disk that can be frozen: {error}") from error
+        yield disk
+
+
+def _run(*command: str | Path) -> None:
+    subprocess.run(command, check=True, capture_output=True)
