@@ -72,6 +72,10 @@ class Time:
     def pass_by(self, ms: int) -> None:
         self.ms = self.ms + ms if self.limit is None else max(self.ms, min(self.ms + ms, self.limit))
 
+    def wait(self, ms: int) -> None:
+        """What a delete waits in the midst of others: the limits leave room for it."""
+        self.ms += ms
+
     def on(self, host: int) -> int:
         return self.ms + self.ahead.get(host, 0)
 
