@@ -271,7 +271,7 @@ TestOnDisk = OnDisk.TestCase
 TestInMemory = InMemory.TestCase
 
 
-@pytest.mark.parametrize("coins", product((False, True), repeat=3))
+@pytest.mark.parametrize("coins", list(product((False, True), repeat=3)))
 def test_a_torn_listing_of_what_is_newer_than_an_output(coins: tuple[bool, ...]) -> None:
     """Whatever a reader sees of an old row, a newer one and what compaction makes of each, it finds the one or the other."""
     machine = InMemory()
