@@ -273,10 +273,10 @@ TestInMemory = InMemory.TestCase
 
 @pytest.mark.parametrize("coins", list(product((False, True), repeat=3)))
 def test_a_torn_listing_of_what_is_newer_than_an_output(coins: tuple[bool, ...]) -> None:
-    """Whatever a reader sees of an old row, a newer one and what compaction makes of each, it finds the one or the other."""
+    """Whatever a reader sees of an old row, a newer one of the same run and what compaction makes of each, it finds the one or the other."""
     machine = InMemory()
     machine.create(last_turn=False, depth=1, some=[(0, "p:0:0:0", "whole", (0, 3))])
-    newer = ("bring", 1, None, [(1, "p:0:0:0", "whole", (0, 4))], None)
+    newer = ("bring", 2, None, [(2, "p:0:0:0", "whole", (0, 4))], None)
     one_each = ("compact", 0, 40, None)
     machine.look(which=2, whole=False, some=[], fault=Fault(0, "torn", (newer, one_each), coins))
     machine.teardown()
