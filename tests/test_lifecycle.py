@@ -280,3 +280,13 @@ def test_a_torn_listing_of_what_is_newer_than_an_output(coins: tuple[bool, ...])
     one_each = ("compact", 0, 40, None)
     machine.look(which=2, whole=False, some=[], fault=Fault(0, "torn", (newer, one_each), coins))
     machine.teardown()
+
+
+@pytest.mark.parametrize("step", range(5))
+def test_a_whole_delete_between_two_steps_of_a_worker(step: int) -> None:
+    """It leaves no file: what the delete could not list yet, the worker takes back."""
+    machine = InMemory()
+    machine.create(last_turn=False, depth=1, some=[])
+    fault = Fault(step, "between", (("delete", 1, ([TARGETS[1]], None, None), None),))
+    machine.publish(0, apart=False, which=0, some=[(0, "p:0:0:0", "whole", (0, 3))], fault=fault)
+    machine.teardown()
