@@ -1,7 +1,7 @@
 """Dead spools: what their writers committed is published, by the next writer of the dataset or by `recover`.
 
 A spool is dead when its lock is free. Only spools of the same user are touched, and nothing is given up that is not
-durable: what cannot be published stays where it is and is named.
+durable: what cannot be published, and what no writer made, stays where it is and is named.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from typing import Any
 from rr_dataset.clock import wall_ms
 from rr_dataset.description import read_format
 from rr_dataset.errors import CorruptSpoolError, InvalidInputError, NotFoundError, RoutingDatasetError
+from rr_dataset.layout import FORMAT_PATH
 from rr_dataset.publish import last_publish_ms
 from rr_dataset.publisher import UNPUBLISHED, Published, Publisher, open_slab, slabs_in
 from rr_dataset.slab import ASIDE, DELETE, read_identity, read_state
-from rr_dataset.spool import remove_directory
+from rr_dataset.spool import remove_directory, sort_out
 from rr_dataset.storage import open_storage
 
 RECOVERED, LEFT, LIVING = "recovered", "left", "living"
 ABANDONED_S = 60.0  # a directory without a slab for so long is not being made any more
+NAMED_FILES = 5  # of what no writer made
 
 _WRITER = re.compile(r"\.?[0-9a-f]{16}")
 _USER = re.compile(r"rr_dataset-([0-9]+)")
@@ -64,8 +66,9 @@ def recover(
         spools of other datasets are then left.
     dry_run: change nothing and say what would be.
 
-    Living spools, those of other users and what cannot be published are left and named. Raises NotFoundError when
-    there is no such folder, InvalidInputError when it is none.
+    Living spools, those of other users, what cannot be published and files that no writer made are left and named.
+    Raises NotFoundError when there is no such folder, InvalidInputError when it cannot be read, or is a dataset and
+    no place of spools.
     """
     opened: dict[str, Publisher] = {}
 
@@ -90,28 +93,54 @@ def recover(
 
 def adopt(folder: Path, publisher: Publisher) -> Iterator[SpoolReport | None]:
     """Recover the dead spools of a user's folder that belong to the publisher's dataset; None after each slab."""
-    for directory in _spools_in(folder):
-        yield from recover_spool(directory, lambda _: publisher, force=False, dry_run=False)
+    yield from _recover_folder(folder, lambda _: publisher, force=False, dry_run=False)
 
 
 def _recover(place: Path, publisher_of: PublisherOf, *, force: bool, dry_run: bool) -> Iterator[SpoolReport | None]:
     if not place.is_dir():
         raise NotFoundError(f"{place} is no folder: give the spool_dir of the writers, or the path of one spool")
     named = _WRITER.fullmatch(place.name) or _USER.fullmatch(place.name)
-    inside = (path for path in place.iterdir() if _USER.fullmatch(path.name) and path.is_dir())
-    for path in [place] if named else sorted(inside):
-        owner = path.stat().st_uid
-        if owner != os.getuid() or path.is_symlink():
-            yield _report(path, LEFT, None, reason=f"belongs to user {owner}, who must recover it")
+    try:
+        paths = [place] if named else _folders_in(place, _USER)
+    except OSError as error:
+        raise InvalidInputError(f"{place}: {error.strerror}; give a spool_dir that you can read") from error
+    if not paths and (place / FORMAT_PATH).is_file():
+        raise InvalidInputError(
+            f"{place} is a dataset, and SPOOL_DIR is where its writers keep records that are not yet in it: give their "
+            "spool_dir=, which is /dev/shm unless they were told otherwise"
+        )
+    for path in paths:
+        try:
+            owner = path.lstat().st_uid
+        except FileNotFoundError:  # its user's last writer has just closed
             continue
-        for directory in [path] if _WRITER.fullmatch(path.name) else _spools_in(path):
-            yield from recover_spool(directory, publisher_of, force=force, dry_run=dry_run)
+        if path.is_symlink():
+            yield _report(path, LEFT, None, reason="is a symbolic link: recover what it leads to")
+        elif owner != os.getuid():
+            yield _report(path, LEFT, None, reason=f"belongs to user {owner}, who must recover it")
+        elif _WRITER.fullmatch(path.name):
+            yield from recover_spool(path, publisher_of, force=force, dry_run=dry_run)
+        else:
+            yield from _recover_folder(path, publisher_of, force=force, dry_run=dry_run)
 
 
-def _spools_in(folder: Path) -> list[Path]:
-    if not folder.is_dir():
+def _recover_folder(
+    folder: Path, publisher_of: PublisherOf, *, force: bool, dry_run: bool
+) -> Iterator[SpoolReport | None]:
+    try:
+        spools = _folders_in(folder, _WRITER)
+    except OSError as error:
+        yield _report(folder, LEFT, None, reason=_text(error))
+        return
+    for directory in spools:
+        yield from recover_spool(directory, publisher_of, force=force, dry_run=dry_run)
+
+
+def _folders_in(folder: Path, names: re.Pattern[str]) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if names.fullmatch(path.name) and path.is_dir())
+    except FileNotFoundError:
         return []
-    return sorted(path for path in folder.iterdir() if _WRITER.fullmatch(path.name) and path.is_dir())
 
 
 def recover_spool(
@@ -119,6 +148,11 @@ def recover_spool(
 ) -> Iterator[SpoolReport | None]:
     """Publish one spool if it is dead; None after each slab, its report last, unless it is gone or being made."""
     try:
+        if directory.is_symlink():
+            yield _report(directory, LEFT, None, reason="is a symbolic link, which no writer makes: delete it")
+            return
+        if directory.name.startswith(".") and _is_young(directory):
+            return
         with _lock_of(directory) as dead:
             if dead is False:
                 yield _report(
@@ -127,46 +161,57 @@ def recover_spool(
             else:
                 yield from _empty(directory, dead is None, publisher_of, force=force, dry_run=dry_run)
     except Exception as error:  # noqa: BLE001 - rubbish of whatever kind keeps nobody from recovering the rest
-        if not directory.exists():  # its own worker, or another who recovers, was faster
+        if _is_gone(directory):  # its own worker, or another who recovers, was faster
             return
         identity = None
         with suppress(Exception):
-            identity = _identity(directory)
+            identity = _identity(directory, sort_out(directory)[0])
         yield _report(directory, LEFT, identity, reason=_text(error))
 
 
 def _empty(
     directory: Path, unlocked: bool, publisher_of: PublisherOf, *, force: bool, dry_run: bool
 ) -> Iterator[SpoolReport | None]:
-    """`recover_spool` for one that nobody else has; all or nothing of it is looked at before anything is changed."""
-    identity = _identity(directory)
-    if not any(directory.glob("*.slab")):
-        being_made = unlocked or directory.name.startswith(".")
-        if not dry_run and not (being_made and time.time() - directory.stat().st_mtime < ABANDONED_S):
+    """`recover_spool` for one that nobody else has; its own slabs are looked at, all of them, before any is changed."""
+    ours, foreign = sort_out(directory)
+    identity = _identity(directory, ours)
+    reasons = [_not_ours(foreign)] if foreign else []
+    if not any(name.endswith(".slab") for name in ours):
+        if unlocked and _is_young(directory):
+            return
+        if not dry_run:
             remove_directory(directory)
+        if reasons:
+            yield _report(directory, LEFT, None, reason=reasons[0])
         return
     if unlocked:
         raise CorruptSpoolError("it has slabs but no lock, so nobody can tell whether its writer lives")
-    slabs = slabs_in(directory, (*UNPUBLISHED, ASIDE))
-    done, reasons = [], list[str]()
+    slabs = [slab for slab in slabs_in(directory, (*UNPUBLISHED, ASIDE)) if slab.name in ours]
+    done, failures = [], list[str]()
     if slabs and identity is not None:
         publisher = publisher_of(identity)
         if identity["dataset"] != publisher.dataset.uuid:
-            raise CorruptSpoolError(f"it belongs to another dataset, {identity['uri']}")
+            raise CorruptSpoolError(
+                f"it belongs to another dataset, {identity['dataset']} at {identity['uri']}; the one given or now there "
+                f"is {publisher.dataset.uuid}. If the first has moved, `rr-dataset recover {directory} --uri` its new "
+                "place publishes it; if it is gone for good, delete this folder"
+            )
         for slab in slabs:
             try:
                 done.append(_publish(slab, publisher, force=force, dry_run=dry_run))
             except Exception as error:  # noqa: BLE001 - the other slabs may do better
-                reasons.append(_text(error))
+                if not _is_gone(slab):
+                    failures.append(_text(error))
             yield None
     aside = sum(each.set_aside for each in done)
     if aside:
-        reasons.append(
+        failures.append(
             f"{aside} slabs are older than the dataset's tombstones live, so deletes of their ids may be forgotten; "
             "`rr-dataset recover --force` publishes them and may revive deleted ids"
         )
-    if not reasons and not dry_run:
+    if not failures and not dry_run:
         remove_directory(directory)
+    reasons = failures + reasons
     yield _report(directory, LEFT if reasons else RECOVERED, identity, done, "; ".join(reasons))
 
 
@@ -176,8 +221,8 @@ def _report(
     return SpoolReport(
         path=str(path),
         outcome=outcome,
-        dataset=None if identity is None else identity.get("dataset"),
-        uri=None if identity is None else identity.get("uri"),
+        dataset=None if identity is None else identity["dataset"],
+        uri=None if identity is None else identity["uri"],
         records=sum(each.records for each in done),
         bytes=sum(each.bytes for each in done),
         torn=sum(each.torn for each in done),
@@ -198,12 +243,35 @@ def _publish(slab: Path, publisher: Publisher, *, force: bool, dry_run: bool) ->
         return Published(len(entries), sum(entry.payload.nbytes for entry in entries), contents.torn, set_aside=False)
 
 
-def _identity(directory: Path) -> Mapping[str, Any] | None:
+def _identity(directory: Path, names: Sequence[str]) -> Mapping[str, Any] | None:
     """What the slabs say of their writer; None if none was ever used. Raises CorruptSpoolError if a file is no slab."""
     identity = None
-    for path in sorted(directory.glob("*.slab")):
+    for path in (directory / name for name in names if name.endswith(".slab")):
+        _, state = read_state(path)
+        if state > ASIDE:
+            raise CorruptSpoolError(f"{path}: the header is damaged, it says state {state}")
         identity = read_identity(path) or identity
     return identity
+
+
+def _not_ours(foreign: Sequence[str]) -> str:
+    more = f" and {len(foreign) - NAMED_FILES} more" if len(foreign) > NAMED_FILES else ""
+    named = ", ".join(foreign[:NAMED_FILES])
+    return f"no writer made what else lies in it, {named}{more}: move that away and recover again to remove the rest"
+
+
+def _is_young(directory: Path) -> bool:
+    return time.time() - directory.stat().st_mtime < ABANDONED_S
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _text(error: Exception) -> str:
@@ -214,7 +282,7 @@ def _text(error: Exception) -> str:
 def _lock_of(directory: Path) -> Iterator[bool | None]:
     """True: its processes are dead, and it is locked meanwhile. False: they live. None: it has no lock."""
     try:
-        fd = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         yield None
         return

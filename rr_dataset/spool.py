@@ -22,6 +22,7 @@ import json
 import logging
 import mmap
 import os
+import re
 import tempfile
 import threading
 import time
@@ -49,6 +50,9 @@ CONTROL_BYTES = 1 << 20  # a slab for drop rows and deletes only, about 4,000 of
 CONTROL_SLABS = 2  # come on top of spool_bytes
 SHM = Path("/dev/shm")  # noqa: S108 - not a predictable file: each spool is a folder of its own, mode 0700
 SHM_SHARE = 8  # all spools of a host together take at most an eighth of it
+LOG_NAME = "worker.log"
+
+_OURS = re.compile(rf"lock|{re.escape(LOG_NAME)}|[0-9]{{6,}}\.slab")
 
 _log = logging.getLogger("rr_dataset")
 
@@ -369,14 +373,31 @@ def _make_directory(base: Path, writer: str) -> tuple[Path, int]:
     return folder / writer, fd
 
 
+def sort_out(directory: Path) -> tuple[list[str], list[str]]:
+    """The names in a spool's directory: the files a writer makes, its lock last, and whatever else lies there."""
+    ours, foreign = list[str](), list[str]()
+    with os.scandir(directory) as found:
+        for entry in found:
+            known = _OURS.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+            (ours if known else foreign).append(entry.name)
+    return sorted(ours, key=lambda name: (name == "lock", name)), sorted(foreign)
+
+
 def remove_directory(directory: Path) -> None:
     """Delete a spool, its lock last: cut short anywhere, it is still one that a later writer can remove.
 
-    The folder of the user goes with his last spool. What cannot be deleted stays.
+    Only what a writer makes is deleted: the directory and its lock stay when something else lies there. The folder of
+    the user goes with his last spool. What cannot be deleted stays.
     """
     with suppress(OSError):
-        for path in sorted(directory.iterdir(), key=lambda path: path.name == "lock"):
-            path.unlink(missing_ok=True)
+        ours, foreign = sort_out(directory)
+        if foreign:
+            _log.warning("%s stays: no writer made what else lies there: %s", directory, ", ".join(foreign))
+            ours = [name for name in ours if name != "lock"]
+        for name in ours:
+            (directory / name).unlink(missing_ok=True)
+        if foreign:
+            return
         directory.rmdir()
         if directory.parent == spools_of(directory.parent.parent):
             directory.parent.rmdir()

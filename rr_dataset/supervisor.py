@@ -22,13 +22,12 @@ from typing import Any
 from rr_dataset import errors
 from rr_dataset.options import WriterOptions
 from rr_dataset.slab import Batch
-from rr_dataset.spool import Spool
+from rr_dataset.spool import LOG_NAME, Spool
 
 MAX_RESTARTS = 10  # in a row
 HEALTHY_S = 60.0  # a worker that lived so long, or published something, begins a new row
 FIRST_DELAY_S, LAST_DELAY_S = 0.1, 5.0
 PROBE_S = 5.0  # how soon another slab is spent on a storage that fails
-LOG_NAME = "worker.log"
 LOG_BYTES = 1 << 20  # it lies in the spool, so it begins anew when it is larger
 
 
@@ -185,6 +184,11 @@ class Supervisor:
         else:
             call()
 
+    def call_no_more(self, batch: Batch, call: Callable[[], None]) -> None:
+        """Forget a call that `call_when_done` was given, if it is not yet made."""
+        with self._spool.changed, suppress(ValueError):
+            batch.waiters.remove(call)
+
     def because(self) -> str:
         """The present trouble in parentheses, or nothing."""
         error = self.last_error
@@ -210,10 +214,9 @@ class Supervisor:
             self._close_descriptors()
 
     def forget(self) -> None:
-        """In a forked child: give up the parent's lock and channel, which would outlive the parent here."""
+        """In a forked child: give up the parent's channel, which would outlive the parent here."""
         self._spool.changed = threading.Condition()  # a thread that is not in this process may hold the old one
         self.gone = errors.WriterForkedError("this writer belongs to the parent process; ask there")
-        os.close(self._spool.lock_fd)
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,36 @@ def test_wrong_places_are_one_red_line(tmp_path: Path, run: Any) -> None:
     assert (code, out) == (1, "")
     assert "give the spool_dir of the writers" in err
     assert run()[0] == 2
+
+
+def test_the_path_of_a_dataset_is_taken_for_what_it_is(tmp_path: Path, dataset: Any, run: Any) -> None:
+    code, out, err = run(tmp_path / "ds")
+    assert (code, out) == (1, "")
+    assert "ds is a dataset, and SPOOL_DIR is where its writers keep records that are not yet in it" in " ".join(
+        err.split()
+    )
+
+
+def test_a_foreign_file_is_named_and_kept(tmp_path: Path, dataset: Any, run: Any) -> None:
+    dead = dead_spool(tmp_path, dataset)
+    (dead / "notes.txt").write_text("precious")
+    for option in ("--dry-run", "--json"):
+        code, out, _ = run(tmp_path, option)
+        assert code == 3
+        assert "notes.txt" in out
+    assert (dead / "notes.txt").read_text() == "precious"
+    assert stored_rows(tmp_path / "ds") == {"a:1": 1}
+
+
+def test_a_dataset_made_anew_is_another_one(tmp_path: Path, dataset: Any, run: Any) -> None:
+    dead_spool(tmp_path, dataset)
+    shutil.rmtree(tmp_path / "ds")
+    anew = rr.create_dataset(tmp_path / "ds", SPEC)
+    code, out, _ = run(tmp_path, "--json")
+    (report,) = json.loads(out)
+    assert (code, report["dataset"]) == (3, dataset.format.uuid)
+    assert anew.format.uuid in report["reason"]
+    assert "if it is gone for good, delete this folder" in report["reason"]
 
 
 def test_the_dataset_can_be_given(tmp_path: Path, dataset: Any, run: Any) -> None:

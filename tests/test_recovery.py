@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import rr_dataset as rr
+from rr_dataset import recovery
 from rr_dataset.clock import HybridClock, wall_ms
 from rr_dataset.publisher import UNPUBLISHED, slabs_in
 from rr_dataset.recovery import SpoolReport, adopt
@@ -56,7 +57,9 @@ def test_a_dead_spool_is_published_and_removed(tmp_path: Path, dataset: Any) -> 
         put(spool, dataset, f"a:{i}", experts(i))
         spool.close_active()
     put(spool, dataset, "a:3", experts(3))
-    assert spool.reserve(PUT, 0, b"torn:1", b"{}", tokens=1, payload_bytes=8) is not None
+    torn = spool.reserve(PUT, 0, b"torn:1", b"{}", tokens=1, payload_bytes=8)
+    assert torn is not None
+    spool.abort(torn)
     dead = die(spool)
     (report,) = adopt_all(dataset, tmp_path)
     assert (report.path, report.outcome, report.reason) == (str(dead), "recovered", "")
@@ -137,15 +140,45 @@ def foreign_file(dead: Path) -> None:
     (dead / "000000.slab").write_bytes(b"a stranger's notes" * 100)
 
 
-def directory_in_place_of_a_slab(dead: Path) -> None:
-    (dead / "000000.slab").mkdir()
+def of_another_state(dead: Path) -> None:
+    path = slabs_in(dead, UNPUBLISHED)[0]
+    content = bytearray(path.read_bytes())
+    struct.pack_into("<Q", content, 32, 99)
+    path.write_bytes(content)
+
+
+def lock_that_is_a_link(dead: Path) -> None:
+    (dead / "lock").rename(dead.parent.parent / "elsewhere")
+    (dead / "lock").symlink_to(dead.parent.parent / "elsewhere")
+
+
+def lock_that_is_a_folder(dead: Path) -> None:
+    (dead / "lock").unlink()
+    (dead / "lock").mkdir()
+
+
+def link_to_a_spool(dead: Path) -> None:
+    dead.rename(dead.parent.parent / "elsewhere")
+    dead.symlink_to(dead.parent.parent / "elsewhere")
 
 
 def strange_identity(dead: Path) -> None:
+    identified_as(dead, {"by": "a stranger"})
+
+
+def identity_of_no_kind(dead: Path) -> None:
+    identified_as(dead, {"dataset": 1, "uri": [2]})
+
+
+def identity_that_is_a_list(dead: Path) -> None:
+    identified_as(dead, [1])
+
+
+def identified_as(dead: Path, identity: Any) -> None:
     shutil.rmtree(dead)
     spool = Spool(dead.parent.parent, WRITER, spool_bytes=2 * SLAB, slab_bytes=SLAB, sync=False)
     spool.allocate()
-    spool.identify({"by": "a stranger"})
+    spool.identify(identity)
     reservation = spool.reserve(PUT, 0, b"a:1", b"{}", tokens=0, payload_bytes=0)
     assert reservation is not None
     spool.commit(reservation)
@@ -163,8 +196,13 @@ def without_a_lock(dead: Path) -> None:
         of_another_version,
         cut,
         foreign_file,
-        directory_in_place_of_a_slab,
+        of_another_state,
+        lock_that_is_a_link,
+        lock_that_is_a_folder,
+        link_to_a_spool,
         strange_identity,
+        identity_of_no_kind,
+        identity_that_is_a_list,
         without_a_lock,
     ],
 )
@@ -185,9 +223,78 @@ def test_what_cannot_be_taken_over_is_left_named_and_keeps_nobody_from_the_rest(
         (str(good.directory), "recovered"),
     ]
     assert reports[0].reason
+    assert "Error" not in reports[0].reason.replace("Error: [Errno", "")
     assert contents(bad) == before
     assert stored_rows(tmp_path / "ds") == {"good:1": 1}
     assert not good.directory.exists()
+
+
+def notes(directory: Path) -> None:
+    (directory / "notes.txt").write_text("precious")
+    (directory / "000001.slab.bak").write_text("a copy of a slab")
+
+
+def folder(directory: Path) -> None:
+    (directory / "sub").mkdir()
+    (directory / "sub/a.txt").write_text("precious")
+
+
+def folder_named_like_a_slab(directory: Path) -> None:
+    (directory / "999999.slab").mkdir()
+
+
+def link_to_a_slab(directory: Path) -> None:
+    target = directory.parent.parent / "of somebody"
+    target.write_bytes(b"precious")
+    (directory / "999999.slab").symlink_to(target)
+
+
+def foreign_name_of_a_slab(directory: Path) -> None:
+    (directory / "copy.slab").write_bytes(b"precious")
+
+
+FOREIGN = [notes, folder, folder_named_like_a_slab, link_to_a_slab, foreign_name_of_a_slab]
+
+
+@pytest.mark.parametrize("filled", [True, False], ids=["filled", "empty"])
+@pytest.mark.parametrize("add", FOREIGN)
+def test_what_no_writer_made_stays_and_is_named(
+    tmp_path: Path, dataset: Any, add: Callable[[Path], None], filled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    spool = make_spool(tmp_path, dataset)
+    if filled:
+        put(spool, dataset, "a:1", experts(1))
+    dead = die(spool)
+    made = set(dead.iterdir())
+    add(dead)
+    foreign = sorted(path.name for path in set(dead.iterdir()) - made)
+    precious = {name: of for name, of in contents(dead).items() if Path(name) not in made}
+    before = contents(dead)
+    said = rr.recover(tmp_path, dry_run=True)
+    assert contents(dead) == before
+    assert not caplog.records
+    done = rr.recover(tmp_path)
+    assert outcomes(said) == outcomes(done) == [(WRITER, "left", int(filled))]
+    reason = f"no writer made what else lies in it, {', '.join(foreign)}: move that away and recover again"
+    assert said[0].reason == done[0].reason
+    assert done[0].reason.startswith(reason)
+    assert contents(dead) == {**precious, str(dead / "lock"): b""}
+    assert f"what else lies there: {', '.join(foreign)}" in caplog.text
+    assert stored_rows(tmp_path / "ds") == ({"a:1": 1} if filled else {})
+    (again,) = adopt_all(dataset, tmp_path)
+    assert (again.outcome, again.reason) == ("left", done[0].reason)
+    for name in foreign:
+        (dead / name).rename(tmp_path / name)
+    assert rr.recover(tmp_path) == []
+    assert not dead.exists()
+
+
+def test_of_many_foreign_files_some_are_named(tmp_path: Path, dataset: Any) -> None:
+    dead = die(make_spool(tmp_path, dataset))
+    for i in range(8):
+        (dead / f"{i}.txt").touch()
+    (report,) = rr.recover(tmp_path)
+    assert "0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 3 more: move" in report.reason
 
 
 def test_a_folder_that_is_no_writers_is_not_looked_into(tmp_path: Path, dataset: Any) -> None:
@@ -253,6 +360,71 @@ def test_a_removal_that_was_cut_short_is_finished_by_the_next(tmp_path: Path, da
     assert not dead.exists()
 
 
+def test_a_lock_that_is_being_made_is_not_tried(tmp_path: Path, dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = spools_of(tmp_path) / f".{WRITER}"
+    new.mkdir(parents=True)
+    (new / "lock").touch()
+    tried: list[int] = []
+    monkeypatch.setattr(fcntl, "flock", lambda fd, _: tried.append(fd))
+    assert adopt_all(dataset, tmp_path) == []
+    assert tried == []
+    os.utime(new, (0, 0))
+    assert adopt_all(dataset, tmp_path) == []
+    assert len(tried) == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "function", "victim", "rest"),
+    [
+        (Path, "lstat", "", []),
+        (Path, "iterdir", "", []),
+        (recovery, "_lock_of", WRITER, [("f" * 16, "recovered", 1)]),
+        (recovery, "sort_out", WRITER, [("f" * 16, "recovered", 1)]),
+        (recovery, "_publish", f"{WRITER}/000003.slab", [(WRITER, "recovered", 0), ("f" * 16, "recovered", 1)]),
+    ],
+)
+def test_what_vanishes_meanwhile_is_gone_and_the_rest_goes_on(
+    tmp_path: Path,
+    dataset: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    where: object,
+    function: str,
+    victim: str,
+    rest: list[tuple[str, str, int]],
+) -> None:
+    first, _ = two_dead_spools(tmp_path, dataset)
+    assert [path.name for path in slabs_in(first, UNPUBLISHED)] == ["000003.slab"]
+    real, gone = getattr(where, function), spools_of(tmp_path) / victim
+
+    def vanishing(path: Path, *args: Any, **more: Any) -> Any:
+        if path == gone and gone.exists():
+            shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(where, function, vanishing)
+    assert outcomes(rr.recover(tmp_path)) == rest
+    assert not gone.exists()
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = spools_of(die(make_spool(tmp_path, dataset)).parent.parent)
+    real = Path.iterdir
+
+    def refused(path: Path) -> Iterator[Path]:
+        if path in refusing:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    refusing = {folder}
+    for reports in (rr.recover(tmp_path), adopt_all(dataset, tmp_path)):
+        assert [(report.path, report.outcome) for report in reports] == [(str(folder), "left")]
+        assert "Permission denied" in reports[0].reason
+    refusing = {tmp_path}
+    with pytest.raises(rr.InvalidInputError, match=f"{tmp_path}: Permission denied; give a spool_dir"):
+        rr.recover(tmp_path)
+
+
 def test_what_is_being_made_is_left_for_a_minute(tmp_path: Path, dataset: Any) -> None:
     folder = spools_of(tmp_path)
     made = [folder / f".{WRITER}", folder / f".{'f' * 16}", folder / f"{'e' * 16}"]
@@ -296,7 +468,30 @@ def test_recover_takes_the_base_the_folder_or_one_spool(tmp_path: Path, dataset:
     assert second.exists() != whole
     assert stored_rows(tmp_path / "ds") == {"a:0": 1}
     assert stored_rows(tmp_path / "other") == ({"a:1": 1} if whole else {})
-    assert rr.recover(tmp_path / "ds") == [], "a folder without spools"
+    (tmp_path / "empty").mkdir()
+    assert rr.recover(tmp_path / "empty") == [], "a folder without spools"
+
+
+def test_a_dataset_is_no_place_of_spools_unless_they_are_there(tmp_path: Path, dataset: Any) -> None:
+    with pytest.raises(rr.InvalidInputError, match="ds is a dataset, and SPOOL_DIR is where its writers keep"):
+        rr.recover(tmp_path / "ds")
+    die(make_spool(tmp_path / "ds", dataset))
+    assert outcomes(rr.recover(tmp_path / "ds")) == [(WRITER, "recovered", 0)]
+    assert not spools_of(tmp_path / "ds").exists()
+
+
+def test_links_are_named_and_not_followed(tmp_path: Path, dataset: Any) -> None:
+    put(spool := make_spool(tmp_path, dataset), dataset, "a:1", experts(1))
+    dead = die(spool)
+    before = contents(dead)
+    other = tmp_path / "other"
+    other.mkdir()
+    (spools_of(other)).symlink_to(spools_of(tmp_path))
+    for place in (other, spools_of(other)):
+        (report,) = rr.recover(place)
+        assert (report.path, report.outcome) == (str(spools_of(other)), "left")
+        assert report.reason.startswith("is a symbolic link")
+    assert contents(dead) == before
 
 
 def test_recover_needs_a_folder(tmp_path: Path) -> None:
@@ -367,12 +562,17 @@ def test_spools_of_other_users_are_named_and_left(
 
 def test_a_dataset_that_moved_is_given_by_its_address(tmp_path: Path, dataset: Any) -> None:
     two_dead_spools(tmp_path, dataset)
+    other = rr.open_dataset(tmp_path / "other")
     (tmp_path / "ds").rename(tmp_path / "moved")
     reports = rr.recover(tmp_path)
     assert outcomes(reports) == [(WRITER, "left", 0), ("f" * 16, "recovered", 1)]
     assert f"{tmp_path}/ds is no dataset" in reports[0].reason
     (report,) = rr.recover(tmp_path, uri=str(tmp_path / "other"))
     assert (report.outcome, report.uri) == ("left", str(tmp_path / "ds"))
-    assert f"it belongs to another dataset, {tmp_path}/ds" in report.reason
+    names = (
+        f"another dataset, {dataset.format.uuid} at {tmp_path}/ds; the one given or now there is {other.format.uuid}"
+    )
+    assert names in report.reason
+    assert f"`rr-dataset recover {report.path} --uri` its new place" in report.reason
     assert outcomes(rr.recover(tmp_path, uri=str(tmp_path / "moved"))) == [(WRITER, "recovered", 1)]
     assert stored_rows(tmp_path / "moved") == {"a:0": 1}
