@@ -22,7 +22,8 @@ from rr_dataset.layout import DatasetFormat
 from rr_dataset.record import LAYOUTS, STATUSES, Range, RoutingSpec, Span
 from rr_dataset.slab import array_offsets
 
-MAX_POSITION = (1 << 63) - 1  # positions are stored as int64
+MAX_POSITION = (1 << 31) - 1  # no request is longer, and readers allocate by it
+MAX_META_BYTES = 1_000_000  # so that the row of a drop fits a control slab, whatever its put said
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 BLOCK_BYTES = 1 << 19  # of the source, when casting: a block and its copy stay in the second-level cache
@@ -133,7 +134,7 @@ def take_in(
         meta["logprobs"] = True
     return Intake(
         request_id=request_id.encode(),
-        meta=_encode(meta).encode(),
+        meta=_meta_bytes(meta),
         spec=spec,
         routing=routing,
         tokens_first=tokens > 1 and len(chosen) > 1 and abs(routing.strides[0]) > abs(routing.strides[1]),
@@ -147,6 +148,13 @@ def take_in(
             logprobs=probabilities is not None,
         ),
     )
+
+
+def drop_meta(intake: Intake, reason: str) -> bytes:
+    """The meta of the row that tells of a dropped put; what describes its tokens or is large is left out."""
+    meta = json.loads(intake.meta)
+    kept = {name: meta[name] for name in ("start", "part", "weight") if name in meta}
+    return _encode({**kept, "status": "dropped", "reason": reason}).encode()
 
 
 def to_array(name: str, value: Any) -> npt.NDArray[Any]:
@@ -248,7 +256,8 @@ def _whole(token_start: Any, tokens: int) -> Range:
         start = -1
     if not 0 <= start <= MAX_POSITION - tokens:
         raise InvalidRoutingError(
-            f"token_start={token_start!r}: expected the position of the first token, 0 to 2**63 - 1"
+            f"token_start={token_start!r} of {tokens} tokens: expected the position of the first one, and all of them from 0 to "
+            "2**31 - 1"
         )
     return start, start + tokens
 
@@ -290,6 +299,19 @@ def _between(gaps: Sequence[Range], whole: Range) -> tuple[Range, ...]:
     edges = [whole[0], *(edge for gap in gaps for edge in gap), whole[1]]
     pairs = zip(edges[::2], edges[1::2], strict=True)
     return tuple((start - whole[0], stop - whole[0]) for start, stop in pairs if start < stop)
+
+
+def _meta_bytes(meta: Mapping[str, Any]) -> bytes:
+    encoded = _encode(meta).encode()
+    if len(encoded) > MAX_META_BYTES:
+        sizes = {name: len(_encode(value)) for name, value in meta.items()}
+        largest = max(sizes, key=lambda name: sizes[name])
+        named = "weight_version" if largest in ("weight", "spans") else largest
+        raise InvalidRoutingError(
+            f"{named} takes {sizes[largest]} bytes as JSON: expected at most {MAX_META_BYTES} for all that describes a put; "
+            "put the record in parts (token_start=, part=True) or say less"
+        )
+    return encoded
 
 
 def _tags(tags: Mapping[Any, Any]) -> dict[str, str]:

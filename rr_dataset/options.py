@@ -13,6 +13,7 @@ from rr_dataset.errors import InvalidInputError
 MIB = 1 << 20
 ON_FULL = ("block", "drop", "raise")
 FOREVER_S = 1e9  # longer than any wait, and threading takes it, which it does not infinity
+RUN_ID_BYTES = 256  # every row and every slab has it
 COMPRESSIONS = ("none", "lz4", "zstd")
 
 
@@ -60,6 +61,9 @@ class WriterOptions:
         nice = _is_whole(self.worker_nice) and 0 <= self.worker_nice <= 19
         _require(nice, "worker_nice", self.worker_nice, "0 to 19")
         _require(_is_text(self.run_id), "run_id", self.run_id, "a well-formed text that is not empty")
+        size = len(self.run_id.encode())
+        expected = f"at most {RUN_ID_BYTES} bytes of UTF-8, not {size}"
+        _require(size <= RUN_ID_BYTES, "run_id", f"{self.run_id[:32]}...", expected)
         mapping = isinstance(self.storage_options, Mapping)
         _require(mapping, "storage_options", type(self.storage_options), "a mapping")
 

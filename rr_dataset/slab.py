@@ -38,6 +38,7 @@ _SEQ_WORD, _STATE_WORD, _END_WORD = 3, 4, 5
 # length and XXH3-64 of the JSON that follows
 _IDENTITY = struct.Struct("<QQ")
 _IDENTITY_AT = 64
+IDENTITY_BYTES = HEADER_BYTES - _IDENTITY_AT - _IDENTITY.size  # at most
 # commit word, XXH3-64 of the payload (0 unless CHECKSUMMED), XXH3-64 of the rest of the entry's header
 _GUARD = struct.Struct("<QQQ")
 # magic, kind, flags, stamp, entry bytes, header bytes, id bytes, meta bytes, zero, tokens
@@ -85,6 +86,7 @@ class Reservation:
     payload: npt.NDArray[np.uint8]
     t_submit: int
     checksum: int
+    open: bool = True  # neither committed nor aborted
 
 
 class Slab:
@@ -110,9 +112,7 @@ class Slab:
         self.closing = False  # to be sealed when the last of them ends
 
     def identify(self, identity: bytes) -> None:
-        """Write the header of a free slab. Raises CorruptSpoolError if the identity is too long for it."""
-        if _IDENTITY_AT + _IDENTITY.size + len(identity) > HEADER_BYTES:
-            raise CorruptSpoolError(f"the spool's identity takes {len(identity)} bytes; shorten the dataset's URI")
+        """Write the header of a free slab; the identity has at most IDENTITY_BYTES."""
         _SLAB.pack_into(self.memory, 0, _SLAB_MAGIC, SLAB_VERSION, HEADER_BYTES, self.capacity, 0, FREE, 0)
         _IDENTITY.pack_into(self.memory, _IDENTITY_AT, len(identity), xxhash.xxh3_64_intdigest(identity))
         start = _IDENTITY_AT + _IDENTITY.size

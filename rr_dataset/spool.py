@@ -32,12 +32,13 @@ from pathlib import Path
 from typing import Any
 
 from rr_dataset.clock import HybridClock
-from rr_dataset.errors import RecordTooLargeError, SpoolUnavailableError
+from rr_dataset.errors import InvalidInputError, RecordTooLargeError, SpoolUnavailableError, WriterClosedError
 from rr_dataset.slab import (
     ASIDE,
     CHECKSUMMED,
     FREE,
     HEADER_BYTES,
+    IDENTITY_BYTES,
     PUBLISHED,
     PUT,
     Batch,
@@ -50,6 +51,7 @@ CONTROL_BYTES = 1 << 20  # a slab for drop rows and deletes only, about 4,000 of
 CONTROL_SLABS = 2  # come on top of spool_bytes
 SHM = Path("/dev/shm")  # noqa: S108 - not a predictable file: each spool is a folder of its own, mode 0700
 SHM_SHARE = 8  # all spools of a host together take at most an eighth of it
+LOCK_WAIT_S = 5.0  # far longer than anybody holds the lock of a spool that is being made
 LOG_NAME = "worker.log"
 
 _OURS = re.compile(rf"lock|{re.escape(LOG_NAME)}|[0-9]{{6,}}\.slab")
@@ -76,6 +78,7 @@ class Spool:
         self._last_seq = self._last_file = 0
         self._full_since: float | None = None
         self._identity = b""
+        self._refusing = self._given_up = False
         self.directory, self.lock_fd = _make_directory(base, writer)
 
     def allocate(self) -> None:
@@ -92,8 +95,18 @@ class Spool:
             ) from error
 
     def identify(self, identity: Mapping[str, Any]) -> None:
-        """Write what recovery needs (dataset uuid and URI, writer, run) into every slab, once, before `reserve`."""
+        """Write what recovery needs (dataset uuid and URI, writer, run) into every slab, once, before `reserve`.
+
+        Raises InvalidInputError when it is too long for a slab's header.
+        """
         self._identity = json.dumps(identity).encode()
+        if len(self._identity) > IDENTITY_BYTES:
+            sizes = {name: len(json.dumps(value)) for name, value in identity.items()}
+            longest = max(sizes, key=lambda name: sizes[name])
+            raise InvalidInputError(
+                f"the spool has {IDENTITY_BYTES} bytes for what tells whose it is, which takes {len(self._identity)}, "
+                f"{sizes[longest]} of them {longest}: shorten that"
+            )
         for slab in self._slabs + self._control:
             slab.identify(self._identity)
 
@@ -113,7 +126,7 @@ class Spool:
         """Room for one entry, or None when the pool is full.
 
         Waits up to `wait_s` for room, once per outage: while the pool stays full, later calls do not wait again.
-        Raises RecordTooLargeError when even the empty pool has no room for it.
+        Raises RecordTooLargeError when even the empty pool has no room for it, WriterClosedError after `refuse`.
         """
         need = HEADER_BYTES + entry_bytes(request_id, meta, payload_bytes)
         control = kind != PUT
@@ -126,7 +139,9 @@ class Spool:
         if self._sync:
             flags |= CHECKSUMMED
         with self.changed:
-            while (slab := self._room(need, control)) is None:
+            while self._refusing or (slab := self._room(need, control)) is None:
+                if self._refusing:
+                    raise WriterClosedError("the writer is closed")
                 now = time.monotonic()
                 if control:
                     return None
@@ -147,13 +162,19 @@ class Spool:
         with self.changed:  # its release orders payload and commit word before the seal
             slab.batch.records += 1
             slab.batch.bytes += len(reservation.payload)
-            self._release(slab)
+            self._release(reservation)
             return slab.batch
 
     def abort(self, reservation: Reservation) -> None:
-        """Give the room up; readers step over it."""
+        """Give the room up; readers step over it. Does nothing to what was committed."""
         with self.changed:
-            self._release(reservation.slab)
+            self._release(reservation)
+
+    def refuse(self) -> None:
+        """Have every later `reserve` raise, and those that wait for room; what is reserved is still filled."""
+        with self.changed:
+            self._refusing = True
+            self.changed.notify_all()
 
     def close_active(self, *, min_age_s: float = 0) -> None:
         """Close the active slabs whose first entry is at least `min_age_s` old."""
@@ -214,15 +235,15 @@ class Spool:
         with self.changed:
             return sum(slab.cursor - HEADER_BYTES for slab in self._filled())
 
-    def close(self, *, remove: bool) -> None:
-        """Unmap everything; `remove` also deletes the directory. The lock is given up last."""
+    def close(self, *, remove: bool) -> int:
+        """Unmap everything; `remove` also deletes the directory. The lock is given up last. No more is reserved.
+
+        A slab with open reservations stays mapped, and the lock held, until the last of them ends; how many there are.
+        """
         with self.changed:
-            for slab in self._slabs + self._control:
-                slab.close(unlink=remove)
-            self._slabs, self._control, self._active = [], [], {}
-        if remove:
-            remove_directory(self.directory)
-        os.close(self.lock_fd)
+            self._refusing = self._given_up = True
+            self._active = {}
+            return self._give_up(remove=remove)
 
     # ---- with `changed` held
 
@@ -284,9 +305,27 @@ class Spool:
         self._active = {control: active for control, active in self._active.items() if active is not slab}
         self._seal_if_whole(slab)
 
-    def _release(self, slab: Slab) -> None:
-        slab.open -= 1
-        self._seal_if_whole(slab)
+    def _release(self, reservation: Reservation) -> None:
+        if not reservation.open:
+            return
+        reservation.open = False
+        reservation.slab.open -= 1
+        self._seal_if_whole(reservation.slab)
+        if self._given_up:
+            self._give_up(remove=False)
+
+    def _give_up(self, *, remove: bool) -> int:
+        for slab in self._slabs + self._control:
+            if not slab.open:
+                slab.close(unlink=remove)
+        self._slabs = [slab for slab in self._slabs if slab.open]
+        self._control = [slab for slab in self._control if slab.open]
+        if remove:
+            remove_directory(self.directory)
+        still_open = sum(slab.open for slab in self._slabs + self._control)
+        if not still_open:
+            _close_lock(self.lock_fd)
+        return still_open
 
     def _seal_if_whole(self, slab: Slab) -> None:
         if slab.closing and not slab.open:
@@ -361,14 +400,14 @@ def _make_directory(base: Path, writer: str) -> tuple[Path, int]:
                     raise SpoolUnavailableError(f"{folder} belongs to somebody else; give spool_dir= of your own")
                 new.mkdir(mode=0o700)
                 made = True
-        fd = os.open(new / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fd = _open_lock(new / "lock")
+        _take_lock(fd)
         new.rename(folder / writer)
     except OSError as error:
         if made:
             remove_directory(new)
         if fd >= 0:
-            os.close(fd)
+            _close_lock(fd)
         raise SpoolUnavailableError(f"{folder}: {error.strerror}; give spool_dir= of your own") from error
     return folder / writer, fd
 
@@ -401,3 +440,48 @@ def remove_directory(directory: Path) -> None:
         directory.rmdir()
         if directory.parent == spools_of(directory.parent.parent):
             directory.parent.rmdir()
+
+
+# ---- locks
+
+
+_locks: set[int] = set()  # a forked child closes them: there they would outlive the writer
+_no_fork = threading.RLock()  # held where a descriptor and that set differ
+
+
+def _open_lock(path: Path) -> int:
+    with _no_fork:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _locks.add(fd)
+    return fd
+
+
+def _close_lock(fd: int) -> None:
+    with _no_fork:
+        _locks.discard(fd)
+        os.close(fd)
+
+
+def _take_lock(fd: int) -> None:
+    """Take the lock of a new spool, which nobody else holds but for the instant in which he looks whether it is dead."""
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.001)
+        else:
+            return
+
+
+def _forget_locks() -> None:
+    for fd in _locks:
+        with suppress(OSError):  # whoever forked may have closed all that was open
+            os.close(fd)
+    _locks.clear()
+    _no_fork.release()
+
+
+os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_forget_locks)

@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,7 +29,7 @@ from rr_dataset.errors import (
     WriterError,
     WriterForkedError,
 )
-from rr_dataset.intake import Intake, take_in
+from rr_dataset.intake import Intake, drop_meta, take_in
 from rr_dataset.layout import DatasetFormat, row_ref
 from rr_dataset.options import WriterOptions, check_seconds
 from rr_dataset.record import Range, RoutingSpec, Span
@@ -104,8 +105,12 @@ class Receipt:
         batch = self._batch()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
-        self._supervisor.call_when_done(batch, lambda: _resolve(loop, future))
-        yield from future.__await__()
+        resolve = partial(_resolve, loop, future)
+        self._supervisor.call_when_done(batch, resolve)
+        try:
+            yield from future.__await__()
+        finally:
+            self._supervisor.call_no_more(batch, resolve)
         self.wait(0)
 
     def _batch(self) -> Batch:
@@ -149,6 +154,7 @@ class RoutingWriter:
             raise InvalidInputError(f"uri={uri!r}: expected the path of a dataset, or a file:// URI") from None
         self._pid = os.getpid()
         self._closed = False
+        self._closing = threading.RLock()  # held until closed
         self._lock = threading.Lock()  # guards the counters below
         self._accepted = self._durable = self._durable_bytes = self._dropped_without_row = self._set_aside = 0
         self._reported = (0, 0)
@@ -231,12 +237,13 @@ class RoutingWriter:
             where tokens and layers are as many: then it is stored transposed, so say what you have.
         layers: the layer ids of the layer axis, if not all of the spec; the record is then a part.
         token_ids, logprobs: one for each token of `routed_experts` (int32; float32, NaN where there is none).
-        token_start: position of the first token. part: whether earlier puts of this id stay; a whole put
+        token_start: position of the first token; all positions are below 2**31. part: whether earlier puts of this id stay; a whole put
             replaces them.
         status: complete, partial, preempted or aborted; complete for a whole put and partial for a part by default.
             Everything but partial says that no more parts follow.
         missing: (start, stop) positions whose routing is unknown; what stands there is not read.
-        weight_version: of the policy, or (start, stop, version) spans. tags: short texts.
+        weight_version: of the policy, or (start, stop, version) spans. tags: short texts. With `missing` they take at most
+            1,000,000 bytes as JSON.
 
         Raises InvalidRequestIdError, InvalidRoutingError or RecordTooLargeError (then nothing is written),
         WriterClosedError, WriterForkedError, and SpoolFullError under on_full="raise". Never waits for the storage
@@ -273,10 +280,10 @@ class RoutingWriter:
             return self._drop(intake)
         try:
             intake.fill(reservation.payload)
+            batch = self._spool.commit(reservation)
         except BaseException:
             self._spool.abort(reservation)
             raise
-        batch = self._spool.commit(reservation)
         with self._lock:
             self._accepted += 1
         self._latencies.append(time.perf_counter() - began)
@@ -289,8 +296,9 @@ class RoutingWriter:
                 f"{self._supervisor.because()}; raise spool_bytes, or flush before you put more"
             )
         reason = "spool full"
-        meta = json.dumps({**json.loads(intake.meta), "status": "dropped", "reason": reason}).encode()
-        reservation = self._spool.reserve(DROP, 0, intake.request_id, meta, tokens=intake.num_tokens, payload_bytes=0)
+        reservation = self._spool.reserve(
+            DROP, 0, intake.request_id, drop_meta(intake, reason), tokens=intake.num_tokens, payload_bytes=0
+        )
         if reservation is not None:
             self._spool.commit(reservation)
         with self._lock:
@@ -361,17 +369,29 @@ class RoutingWriter:
     def close(self) -> None:
         """Flush within `drain_timeout_s`, end the worker and delete the spool. Closing twice is no error.
 
-        Drops that no FlushReport has told are a warning of the logger "rr_dataset".
+        A put of another thread is either durable then or raises WriterClosedError. Drops that no FlushReport has told are a
+        warning of the logger "rr_dataset".
 
-        Raises as `flush` does; the spool then stays on disk, with what is not yet durable, and says where.
+        Raises as `flush` does; the spool then stays on disk, with what is not yet durable, and says where. Puts that are
+        still being copied end as usual, and keep it locked until then; they are counted in the error.
         """
-        if os.getpid() != self._pid or self._closed:
+        if os.getpid() != self._pid:
             return
-        self._closed = True
-        _open_writers.discard(self)
-        for reason, count in self._unreported.items():
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                try:
+                    self._close()
+                finally:
+                    _open_writers.discard(self)
+
+    def _close(self) -> None:
+        self._spool.refuse()
+        with self._lock:
+            dropped = dict(self._unreported)
+        for reason, count in dropped.items():
             _log.warning("%d records were dropped, of which no flush has told: %s", count, reason)
-        kept = True
+        kept, still_open = True, 0
         deadline = time.monotonic() + self.options.drain_timeout_s
         try:
             try:
@@ -382,11 +402,13 @@ class RoutingWriter:
                 self._supervisor.stop(timeout_s=max(deadline - time.monotonic(), LAST_WORK_S))
                 self._count(self._spool.collect())
                 kept = self._spool.holds_data()
-                self._spool.close(remove=not kept)
+                still_open = self._spool.close(remove=not kept)
         except WriterError as error:
             if kept:
-                kind = type(error)
-                raise kind(f"{error}; it is kept in {self._spool.directory}") from error.__cause__
+                text = f"{error}; it is kept in {self._spool.directory}"
+                if still_open:
+                    text += f"; {still_open} puts are still being copied and keep it locked until they end"
+                raise type(error)(text) from error.__cause__
 
     def stats(self) -> WriterStats:
         """Counters and latencies; cheap enough for a scrape every second."""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rr_dataset import intake as intake_module
 from rr_dataset.errors import InvalidRequestIdError, InvalidRoutingError
-from rr_dataset.intake import Intake, take_in, to_array
+from rr_dataset.intake import MAX_META_BYTES, Intake, drop_meta, take_in, to_array
 from rr_dataset.keys import KeyScheme
 from rr_dataset.layout import DatasetFormat
 from rr_dataset.record import Range, RoutingSpec
@@ -379,7 +379,8 @@ def test_positions_and_parts() -> None:
         "part": True,
     }
     assert json.loads(take(ltk(), layout="LTK", part=True, status="complete").meta)["status"] == "complete"
-    for bad in (-1, 1.0, "3", None, 1 << 63, (1 << 63) - 3):
+    assert json.loads(take(ltk(), layout="LTK", token_start=(1 << 31) - 6).meta)["start"] == (1 << 31) - 6
+    for bad in (-1, 1.0, "3", None, 1 << 63, (1 << 31) - 5):
         with pytest.raises(InvalidRoutingError, match="token_start="):
             take(ltk(), layout="LTK", token_start=bad)
 
@@ -404,6 +405,40 @@ def test_weight_spans() -> None:
     for bad in ([(0, 6, "7")], [(0, 3)], [(0.5, 3, "7")], 1.5, [(0, 3, "\ud800")], "\ud800"):
         with pytest.raises(InvalidRoutingError, match="weight_version"):
             take(ltk(), layout="LTK", weight_version=bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tags", {"t": "x" * MAX_META_BYTES}),
+        ("missing", [(2 * i, 2 * i + 1) for i in range(75_000)]),
+        ("weight_version", [(i, i + 1, f"step {i}") for i in range(50_000)]),
+        ("weight_version", "x" * MAX_META_BYTES),
+    ],
+)
+def test_what_says_too_much_of_a_put_is_refused_by_name(name: str, value: Any) -> None:
+    array = np.zeros((150_000, 3, 2), np.uint8)
+    with pytest.raises(InvalidRoutingError, match=rf"^{name} takes \d+ bytes as JSON: expected at most 1000000"):
+        take(array, **{"weight_version": "7", "tags": {"t": "x"}, name: value})
+
+
+def test_a_put_may_say_that_much() -> None:
+    empty = len(take(ltk(), layout="LTK", tags={"t": ""}).meta)
+    assert len(take(ltk(), layout="LTK", tags={"t": "x" * (MAX_META_BYTES - empty)}).meta) == MAX_META_BYTES
+    with pytest.raises(InvalidRoutingError, match="tags takes"):
+        take(ltk(), layout="LTK", tags={"t": "x" * (MAX_META_BYTES - empty + 1)})
+
+
+def test_a_drop_says_what_it_was_to_be_and_nothing_of_its_tokens() -> None:
+    put = {"token_start": 40, "part": True, "missing": [(40, 41)], "layers": [3, 7], "tags": {"t": "x"}}
+    expected = {"start": 40, "part": True, "status": "dropped", "reason": "full"}
+    array = ltk()[:2]
+    spans = take(array, layout="LTK", weight_version=[(40, 42, "7")], token_ids=[1] * 5, **put)
+    assert json.loads(drop_meta(spans, "full")) == expected
+    assert json.loads(drop_meta(take(array, layout="LTK", weight_version=7, **put), "full")) == {
+        **expected,
+        "weight": "7",
+    }
 
 
 def test_tags_are_texts() -> None:

@@ -43,6 +43,7 @@ def test_every_choice_and_every_limit_can_be_set() -> None:
         assert WriterOptions(compression=compression).compression == compression
     for nice in (0, 19):
         assert WriterOptions(worker_nice=nice).worker_nice == nice
+    assert WriterOptions(run_id="é" * 128).run_id == "é" * 128
     smallest = WriterOptions(spool_bytes=2 * MIB, slab_bytes=MIB, **dict.fromkeys(SECONDS, 0))
     assert (smallest.spool_bytes, smallest.slab_bytes, smallest.max_age_s) == (2 * MIB, MIB, 0)
 
@@ -84,6 +85,14 @@ def test_a_refusal_names_the_option_the_value_and_what_is_expected(change: dict[
     assert str(caught.value).startswith(f"{name}=")
     assert expected in str(caught.value)
     assert name == "storage_options" or repr(value) in str(caught.value)
+
+
+def test_a_run_that_is_too_long_is_named_by_its_beginning() -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        WriterOptions(run_id="é" * 2500)
+    assert str(caught.value) == f"run_id='{'é' * 32}...': expected at most 256 bytes of UTF-8, not 5000"
+    with pytest.raises(InvalidInputError, match="not 258"):
+        WriterOptions(run_id="é" * 129)
 
 
 def test_an_unknown_option_is_refused() -> None:

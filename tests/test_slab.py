@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from rr_dataset.slab import (
     DROP,
     FREE,
     HEADER_BYTES,
+    IDENTITY_BYTES,
     PUBLISHED,
     PUT,
     SEALED,
@@ -33,6 +36,8 @@ from rr_dataset.slab import (
     SlabContents,
     array_offsets,
     entry_bytes,
+    is_control,
+    read_identity,
     read_slab,
     read_state,
     write_state,
@@ -40,7 +45,7 @@ from rr_dataset.slab import (
 from tests.strategies import texts
 
 CAPACITY = 1 << 16
-IDENTITY = {"dataset": "d" * 36, "writer": "0" * 16}
+IDENTITY = {"dataset": "d" * 36, "uri": "u", "writer": "0" * 16, "run_id": "r", "producer": "rollout"}
 GUARD_BYTES, ENTRY_BYTES = 24, 48  # of schemas/SPOOL.md, not of the source
 SEQ_AT, STATE_AT, END_AT = 24, 32, 40
 
@@ -261,6 +266,66 @@ def test_a_foreign_file_is_named_in_the_error(tmp_path: Path, content: bytes) ->
         read(path)
 
 
+@pytest.mark.parametrize("kind", ["link", "loop", "folder", "pipe", "socket"])
+def test_what_is_no_file_is_neither_followed_nor_waited_for(filled: Filled, kind: str) -> None:
+    filled.fill(Put())
+    path = filled.path.with_name("odd.slab")
+    if kind == "link":
+        path.symlink_to(filled.path)
+    elif kind == "loop":
+        path.symlink_to(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(os.path.relpath(path))
+    for access in (read_state, read_identity, is_control, lambda path: write_state(path, PUBLISHED)):
+        with pytest.raises(CorruptSpoolError, match="odd.slab: no slab, it is a link, a folder or a pipe"):
+            access(path)
+    assert filled.slab.state == SEALED
+
+
+@pytest.mark.parametrize(
+    "identity",
+    [
+        [1],
+        "x",
+        5,
+        None,
+        {},
+        {**IDENTITY, "uri": None},
+        {**IDENTITY, "dataset": [1]},
+        {**IDENTITY, "run_id": ""},
+        {**IDENTITY, "run_id": "\ud800"},
+        {**IDENTITY, "writer": "../../../tmp"},
+        {**IDENTITY, "producer": "evil"},
+    ],
+)
+def test_an_identity_that_no_writer_has_is_refused(filled: Filled, identity: Any) -> None:
+    filled.slab.identify(json.dumps(identity).encode())
+    filled.fill(Put())
+    for access in (read, read_identity):
+        with pytest.raises(CorruptSpoolError, match="000001.slab: the identity in the header"):
+            access(filled.path)
+
+
+@pytest.mark.parametrize("meta", [b"[1]", b"{{{", b"[" * 20_000, b'{"a":"\xff"}', b""])
+def test_a_meta_that_is_no_object_is_refused_by_name(filled: Filled, meta: bytes) -> None:
+    filled.fill(Put(), seal=False)
+    filled.slab.write_commit(filled.slab.reserve(PUT, 0, 9, b"math:2", meta, 1, 8), sync=False)
+    with pytest.raises(CorruptSpoolError, match="entry 1 at byte [0-9]+, 'math:2': its meta is no JSON"):
+        filled.read()
+
+
+def test_an_id_that_is_no_text_is_refused(filled: Filled) -> None:
+    filled.fill(seal=False)
+    filled.slab.write_commit(filled.slab.reserve(PUT, 0, 9, b"\xff", b"{}", 1, 8), sync=False)
+    with pytest.raises(CorruptSpoolError, match="entry 0 at byte 4096 has a request id that is no UTF-8"):
+        filled.read()
+
+
 def test_another_version_is_refused_with_the_way_out(filled: Filled) -> None:
     struct.pack_into("<I", filled.slab.memory, 8, SLAB_VERSION + 1)
     with pytest.raises(CorruptSpoolError, match="recover it with the rr_dataset that wrote it"):
@@ -313,9 +378,12 @@ def test_an_entry_may_end_with_the_file(filled: Filled) -> None:
     assert filled.read().torn == 0
 
 
-def test_an_identity_that_does_not_fit_is_refused(filled: Filled) -> None:
-    with pytest.raises(CorruptSpoolError, match="shorten the dataset's URI"):
-        filled.slab.identify(b"x" * HEADER_BYTES)
+def test_the_longest_identity_fits_in_front_of_the_entries(filled: Filled) -> None:
+    longest = {**IDENTITY, "uri": "x" * (IDENTITY_BYTES - len(json.dumps({**IDENTITY, "uri": ""})))}
+    filled.slab.identify(json.dumps(longest).encode())
+    filled.fill(Put())
+    assert read_identity(filled.slab.path) == longest
+    assert len(filled.read().entries) == 1
 
 
 def test_no_room_leaves_no_file(tmp_path: Path) -> None:

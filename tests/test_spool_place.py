@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rr_dataset import spool as spool_module
-from rr_dataset.errors import SpoolUnavailableError
+from rr_dataset.errors import InvalidInputError, SpoolUnavailableError
 from rr_dataset.options import MIB
 from rr_dataset.spool import CONTROL_BYTES, CONTROL_SLABS, SHM_SHARE, Spool, choose_base, spools_of
 
@@ -38,6 +41,78 @@ def test_a_pool_that_does_not_fit_says_so(tmp_path: Path, monkeypatch: pytest.Mo
         spool.allocate()
     spool.close(remove=True)
     assert not spools_of(tmp_path).exists()
+
+
+def test_somebody_who_looks_whether_it_is_dead_keeps_no_spool_from_being_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, tries = fcntl.flock, []
+
+    def probed(fd: int, operation: int) -> None:
+        tries.append(operation)
+        with (spools_of(tmp_path) / f".{WRITER}" / "lock").open("rb") as probe:
+            if len(tries) < 4:
+                flock(probe, fcntl.LOCK_EX)
+            flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", probed)
+    spool = Spool(tmp_path, WRITER, spool_bytes=POOL, slab_bytes=SLAB, sync=False)
+    assert len(tries) == 4
+    spool.close(remove=True)
+    tries.clear()
+    monkeypatch.setattr(spool_module, "LOCK_WAIT_S", 0)  # nobody is waited for without end
+    with pytest.raises(SpoolUnavailableError, match="Resource temporarily unavailable"):
+        Spool(tmp_path, WRITER, spool_bytes=POOL, slab_bytes=SLAB, sync=False)
+    assert not spools_of(tmp_path).exists()
+
+
+def test_what_tells_whose_a_spool_is_must_fit_and_what_is_too_long_is_named(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, WRITER, spool_bytes=POOL, slab_bytes=SLAB, sync=False)
+    spool.allocate()
+    with pytest.raises(InvalidInputError, match=r"takes 40\d\d, 4002 of them uri: shorten that"):
+        spool.identify({"dataset": "d", "uri": "u" * 4000, "writer": WRITER, "run_id": "r"})
+    spool.close(remove=True)
+
+
+def test_a_child_that_is_forked_while_the_lock_is_made_does_not_keep_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    descriptors: list[int] = []
+    codes: list[int] = []
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            try:
+                os.fstat(descriptors[0])
+            except OSError:
+                os._exit(0)
+            os._exit(1)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    thread = threading.Thread(target=fork)
+    open_file = os.open
+
+    def opened(*arguments: Any) -> int:
+        descriptors.append(open_file(*arguments))
+        thread.start()
+        thread.join(0.3)  # a fork that does not wait has happened by then
+        return descriptors[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", opened)
+        spool = Spool(tmp_path, WRITER, spool_bytes=POOL, slab_bytes=SLAB, sync=False)
+    thread.join()
+    fork()
+    assert codes == [0, 0]
+    with (spool.directory / "lock").open("rb") as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    spool.close(remove=True)
+    descriptors[:] = [os.open(os.devnull, os.O_RDONLY)]  # the number is free, and a child keeps who has it next
+    assert descriptors[0] == spool.lock_fd
+    fork()
+    assert codes[2:] == [1]
+    os.close(descriptors[0])
 
 
 NEED = POOL + CONTROL_SLABS * CONTROL_BYTES

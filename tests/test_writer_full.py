@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import rr_dataset as rr
+from rr_dataset.intake import MAX_META_BYTES
 from rr_dataset.writer import Receipt, RoutingWriter
 from tests.engines import BIG, SPEC, experts, fill, options, spools, stopped, stored_rows
 
@@ -147,8 +148,8 @@ def test_drops_beyond_the_room_for_rows_are_counted_apart(writer: RoutingWriter,
     before = writer.stats()
     with stopped(before.worker_pid):
         fill(writer, name)
-        pad = {"pad": "x" * 400_000}
-        receipts = [writer.put(f"{name}:{1000 + i}", experts(0, BIG), "LTK", tags=pad) for i in range(6)]
+        pad = "x" * 400_000
+        receipts = [writer.put(f"{name}:{1000 + i}", experts(0, BIG), "LTK", weight_version=pad) for i in range(6)]
     assert [bool(receipt.ref) for receipt in receipts] == [True] * 4 + [False] * 2
     assert writer.flush().dropped == {"spool full": 7}
     stats = writer.stats()
@@ -156,6 +157,20 @@ def test_drops_beyond_the_room_for_rows_are_counted_apart(writer: RoutingWriter,
     assert stats.dropped_without_row - before.dropped_without_row == 2
     rows = stored_rows(base / "ds")
     assert [rows[f"{name}:{1000 + i}"] for i in range(6)] == [1] * 4 + [0] * 2
+
+
+@pytest.mark.parametrize("said", ["tags", "weight_version"])
+def test_the_most_that_a_put_may_say_is_dropped_like_any_other(
+    writer: RoutingWriter, dataset: Any, name: str, said: str
+) -> None:
+    most = "x" * (MAX_META_BYTES - 100)
+    with stopped(writer.stats().worker_pid):
+        fill(writer, name)
+        receipt = writer.put(f"{name}:1000", experts(0, BIG), "LTK", **{said: {"t": most} if said == "tags" else most})
+    assert receipt.ref
+    writer.flush()
+    (head,) = dataset.heads([f"{name}:1000"])
+    assert (head.status, head.tags) == ("dropped", {})
 
 
 @pytest.mark.parametrize("on_full", ["drop", "raise"])
