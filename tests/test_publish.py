@@ -103,6 +103,11 @@ class Spy:
         return run
 
 
+@pytest.fixture(autouse=True)
+def _founded(tmp_path: Path) -> None:
+    (tmp_path / "_rr").mkdir()
+
+
 def run(storage: Any, rows: list[RowData], pool: ThreadPoolExecutor, **options: Any) -> PublishReport:
     """One attempt, by a worker that has just started."""
     fmt = options.pop("fmt", FMT)
@@ -180,6 +185,7 @@ def test_a_death_anywhere_is_healed_by_a_replay(
     tmp_path_factory: pytest.TempPathFactory, pool: ThreadPoolExecutor, at: int, covered: str, when: int
 ) -> None:
     root = tmp_path_factory.mktemp("died")
+    (root / "_rr").mkdir()
     count = 0
 
     def step(_: object) -> None:

@@ -202,7 +202,7 @@ class TestLocal(StorageContract):
 
     @pytest.fixture
     def medium(self, tmp_path: Path) -> LocalMedium:
-        return LocalMedium(tmp_path)
+        return LocalMedium.of_a_dataset(tmp_path)
 
 
 def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

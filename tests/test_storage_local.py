@@ -22,13 +22,14 @@ from local_medium import LocalMedium
 from rr_dataset.errors import ObjectNotFoundError, StorageError
 from rr_dataset.layout import FORMAT_PATH
 from rr_dataset.storage import Storage, open_storage
+from rr_dataset.storage.local import LocalStorage
 
 WRITER = "00112233aabbccdd"
 
 
 @pytest.fixture
 def medium(tmp_path: Path) -> LocalMedium:
-    return LocalMedium(tmp_path)
+    return LocalMedium.of_a_dataset(tmp_path)
 
 
 @pytest.fixture
@@ -115,6 +116,34 @@ def test_only_the_format_makes_the_root(tmp_path: Path) -> None:
     assert LocalMedium(root).objects() == {FORMAT_PATH, "data_id=a/1.arrow"}
 
 
+@pytest.mark.parametrize("mount_point", [True, False])
+def test_nothing_is_made_where_a_dataset_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mount_point: bool
+) -> None:
+    """Not by a create that begins after it, and not by one that has staged before."""
+    root = tmp_path / "ds"
+    storage = open_storage(root)
+    storage.create(FORMAT_PATH, b"{}", staging=WRITER)
+    real = os.open
+
+    def open_and_unmount(path: str, *args: int) -> int:
+        fd = real(path, *args)
+        root.rename(tmp_path / "unmounted")
+        if mount_point:
+            root.mkdir()
+        return fd
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_and_unmount)
+        with pytest.raises(ObjectNotFoundError, match="still mounted"):
+            storage.create("data_id=a/1.arrow", b"x", staging=WRITER)
+    for path in ("data_id=a/1.arrow", "_rr/tombstones/1.json"):
+        with pytest.raises(ObjectNotFoundError, match="still mounted"):
+            storage.create(path, b"x", staging=WRITER)
+    assert list(root.rglob("*")) == []
+    assert root.exists() == mount_point
+
+
 def test_a_new_root_has_durable_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _record(monkeypatch)
     open_storage(tmp_path / "deep" / "root").create(FORMAT_PATH, b"{}", staging=WRITER)
@@ -197,13 +226,13 @@ def test_removes_empty_directories_upwards(storage: Storage, medium: LocalMedium
     storage.remove_empty_dirs("data_id=a/gen_id=1/gone")
     storage.remove_empty_dirs("data_id=b/gen_id=1")
     storage.remove_empty_dirs("data_id=c")
-    assert medium.names() == ["data_id=b", "data_id=c"]
+    assert medium.names() == ["_rr", "data_id=b", "data_id=c"]
     assert medium.names("data_id=b") == ["gen_id=2"]
     medium.drop("data_id=b/gen_id=2/1.arrow")
     medium.drop("data_id=c/.nfs000000000001")
     storage.remove_empty_dirs("data_id=b/gen_id=2")
     storage.remove_empty_dirs("data_id=c")
-    assert medium.names() == []
+    assert medium.names() == ["_rr"]
 
 
 @pytest.mark.parametrize("code", [errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY])
@@ -294,3 +323,19 @@ def _limit(kind: int, value: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(kind, (soft, hard))
+
+
+def test_a_link_or_a_pipe_is_listed_apart_and_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "d" / "dir").mkdir(parents=True)
+    (tmp_path / "d" / "file").write_bytes(b"x")
+    (tmp_path / "d" / "link").symlink_to(tmp_path / "d" / "file")
+    os.mkfifo(tmp_path / "d" / "pipe")
+    storage = LocalStorage(str(tmp_path))
+    assert sorted(storage.list_others("d")) == ["link", "pipe"]
+    assert [entry.name for entry in storage.list("d")] == ["file"]
+    assert storage.list_others("none") == []
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for name in ("link", "pipe"):
+        with pytest.raises(StorageError, match=f"it is .*d/{name}"):
+            storage.open(f"d/{name}")
+    assert len([*Path("/proc/self/fd").iterdir()]) == before

@@ -24,6 +24,7 @@ from rr_dataset.storage.files import LocalSource, StorageErrors, publish, sync_d
 
 _T = TypeVar("_T")
 
+_OWN_DIR = FORMAT_PATH.partition("/")[0]
 _DIR_SYNC_THREADS = 4  # a disk flushes several at once
 _MAX_DIR_REMOVALS = 1000  # in a row, each between a mkdir and the next call: a deleter cannot win that often
 _NO_SUCH_PARTS = frozenset(("", ".", ".."))
@@ -59,6 +60,14 @@ class LocalStorage:
         """Directories only, no links to them."""
         return [entry.name for entry in self._scan(path) if entry.is_dir(follow_symlinks=False)]
 
+    def list_others(self, path: str) -> Names:
+        """Links, pipes, sockets and devices."""
+        return [
+            entry.name
+            for entry in self._scan(path)
+            if not entry.is_file(follow_symlinks=False) and not entry.is_dir(follow_symlinks=False)
+        ]
+
     def changed_ns(self, path: str) -> int | None:
         """The change time of the directory, which no copying tool sets back, as they do its modification time."""
         absolute = self._absolute(path, root=True)
@@ -78,9 +87,9 @@ class LocalStorage:
             return source.read(0, source.size)
 
     def create(self, path: str, data: Buffer | Sequence[Buffer], *, staging: str) -> bool:
-        """Stage, sync, link; missing directories are made. Only the format makes the root.
+        """Stage, sync, link; missing directories are made. Only the format makes the root and its `_rr`.
 
-        So a worker never founds a second tree where a mount has gone: with the root missing it gets ObjectNotFoundError.
+        So a worker never founds a second tree where a mount has gone: without `_rr` it gets ObjectNotFoundError.
         """
         target = self._absolute(path)
         stage_dir = f"{STAGING_DIR}/{staging}"
@@ -88,7 +97,7 @@ class LocalStorage:
         buffers = [data] if isinstance(data, (bytes, bytearray, memoryview)) else data
         with StorageErrors(target):
             if path == FORMAT_PATH:
-                self._make_root()
+                self._found()
             try:
                 fd = self._making(
                     stage_dir, lambda: os.open(stage, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -167,21 +176,24 @@ class LocalStorage:
         for _ in range(_MAX_DIR_REMOVALS):
             with suppress(FileNotFoundError):
                 return action()
+            if not os.path.isdir(f"{self._root}/{_OWN_DIR}"):
+                text = f"The dataset is gone, there is no {_OWN_DIR} (is it still mounted?)"
+                raise FileNotFoundError(errno.ENOENT, text, self._root)
             with suppress(FileNotFoundError):  # a deleter removed an ancestor in between
                 self._make_dirs(directory)
-        if not os.path.isdir(self._root):
-            raise FileNotFoundError(errno.ENOENT, "The root of the dataset is gone (is it still mounted?)", self._root)
         return action()
 
     def _make_dirs(self, directory: str) -> None:
+        """mkdir -p under the root; never of `_rr`, which whoever founds the dataset has made."""
         path = self._root
         for part in filter(None, directory.split("/")):
             path = f"{path}/{part}"
-            with suppress(FileExistsError):
-                os.mkdir(path)
+            if path != f"{self._root}/{_OWN_DIR}":
+                with suppress(FileExistsError):
+                    os.mkdir(path)
 
-    def _make_root(self) -> None:
-        """mkdir -p of the root, with durable names."""
+    def _found(self) -> None:
+        """mkdir -p of the root, with durable names, and of its `_rr`."""
         missing = []
         path = self._root
         while not os.path.isdir(path):
@@ -191,3 +203,5 @@ class LocalStorage:
             with suppress(FileExistsError):
                 os.mkdir(path)
             sync_dir(os.path.dirname(path))
+        with suppress(FileExistsError):
+            os.mkdir(f"{self._root}/{_OWN_DIR}")
