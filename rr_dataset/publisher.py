@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
-import uuid
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from rr_dataset.clock import wall_ms
 from rr_dataset.delete import remove_covered
-from rr_dataset.errors import CorruptSpoolError
-from rr_dataset.layout import DatasetFormat
+from rr_dataset.description import read_format
+from rr_dataset.entries import read_entries
+from rr_dataset.errors import CorruptSpoolError, DatasetNotFoundError, FormatError, StorageError
+from rr_dataset.layout import FORMAT_PATH, DatasetFormat
 from rr_dataset.publish import PUBLISH_THREADS, publish_slab
-from rr_dataset.record import Row, RowData
 from rr_dataset.slab import (
     ACTIVE,
     ASIDE,
-    DELETE,
+    HEADER_BYTES,
     PUBLISHED,
-    PUT,
     SEALED,
-    Entry,
     SlabContents,
-    array_offsets,
     is_control,
+    open_file,
     read_slab,
     read_state,
     write_state,
@@ -63,18 +61,21 @@ class Publisher:
 
         force: also when it is so old that tombstones which cover its rows may be gone.
 
-        Raises StorageError, after which it can be called again, or CorruptSpoolError.
+        Raises StorageError, after which it can be called again, also when the dataset is not there any more; or
+        CorruptSpoolError, and then nothing of the slab is published.
         """
         with open_slab(slab) as contents:
             if contents.identity["dataset"] != self.dataset.uuid:
                 raise CorruptSpoolError(f"{slab} belongs to dataset {contents.identity['uri']}")
-            tombstones = self._bury(contents)
+            rows, tombstones = read_entries(contents, slab, self.dataset, wall_ms())
+            self._check_dataset()
+            tombstones = self._bury(contents, tombstones)
             report = publish_slab(
                 self._storage,
                 self.dataset,
                 writer=contents.identity["writer"],
                 seq=contents.seq,
-                rows=[_row_data(entry, contents, self.dataset) for entry in contents.entries if entry.kind != DELETE],
+                rows=rows,
                 cache=self._tombstones,
                 compression=self._compression,
                 pool=self._pool,
@@ -83,26 +84,45 @@ class Publisher:
             if tombstones:
                 everything = relist_tombstones(self._storage, self._tombstones)
                 remove_covered(self._storage, self.dataset, tombstones, lambda: everything)
-                del self._buried[contents.identity["writer"], contents.seq]
+            self._check_dataset()
+            self._buried.pop((contents.identity["writer"], contents.seq), None)
             torn = contents.torn
         write_state(slab, ASIDE if report.set_aside else PUBLISHED)
         return Published(report.records, report.bytes, torn, report.set_aside)
 
-    def _bury(self, slab: SlabContents) -> list[Tombstone]:
+    def _check_dataset(self) -> None:
+        """Whether the dataset is still what lies at its address: before a slab goes there, and after.
+
+        Raises StorageError when a mount has gone, or others have put another dataset into its place.
+        """
+        cause: Exception | None = None
+        try:
+            found = read_format(self._storage)
+            if found.uuid == self.dataset.uuid:
+                return
+            there = f"there is dataset {found.uuid}"
+        except DatasetNotFoundError as error:
+            there, cause = f"there is no {FORMAT_PATH}", error
+        except FormatError as error:
+            there, cause = f"its {FORMAT_PATH} cannot be read", error
+        self._buried.clear()  # where those tombstones lie now, who knows
+        raise StorageError(
+            errno.ESTALE,
+            f"Dataset {self.dataset.uuid} is not here any more, {there}; mount it again or put it back, and what waits in the "
+            "spool goes there; if it is gone for good, end the writer and remove its spool",
+            self._storage.uri,
+        ) from cause
+
+    def _bury(self, slab: SlabContents, tombstones: list[Tombstone]) -> list[Tombstone]:
         """The tombstones of the slab's deletes, durable in one file: before its own puts are, and those published after it.
 
         They have the very stamps of the deletes, so it does not matter for what lives in the end which slab is published first.
         """
         key = slab.identity["writer"], slab.seq
-        deletes = [entry for entry in slab.entries if entry.kind == DELETE]
-        if deletes and key not in self._buried:
-            made = wall_ms()
-            tombstones = [
-                Tombstone(uuid.uuid4().hex, each.meta["kind"], each.meta["text"], each.meta["run"], each.t_submit, made)
-                for each in deletes
-            ]
-            write_tombstones(self._storage, tombstones, made)
+        if tombstones and key not in self._buried:
+            write_tombstones(self._storage, tombstones, tombstones[0].made)
             self._buried[key] = tombstones
+            self._check_dataset()
         return self._buried.get(key, [])
 
     def close(self) -> None:
@@ -120,64 +140,26 @@ def slabs_in(directory: Path, states: Sequence[int]) -> list[Path]:
         with suppress(FileNotFoundError):  # the engine has just given it up
             try:
                 seq, state = read_state(path)
-            except (CorruptSpoolError, IsADirectoryError):
-                found.append((False, 0, path))
-            else:
                 if state in states:
                     found.append((not is_control(path), seq, path))
+            except CorruptSpoolError:
+                found.append((False, 0, path))
     return [path for _, _, path in sorted(found)]
 
 
 @contextmanager
 def open_slab(path: Path) -> Iterator[SlabContents]:
-    """The slab mapped and parsed; its payloads are read meanwhile and not after."""
-    with path.open("rb") as file:
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    """The slab mapped and parsed; its payloads are read meanwhile and not after. Raises CorruptSpoolError."""
+    fd = open_file(path)
+    try:
+        size = os.fstat(fd).st_size
+        if size < HEADER_BYTES:
+            raise CorruptSpoolError(f"{path}: cut to {size} bytes")
+        memory = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+    finally:
+        os.close(fd)
     try:
         yield read_slab(memoryview(memory), path)
     finally:
         with suppress(BufferError):  # an array of a record is still referred to: the map goes with it
             memory.close()
-
-
-def _row_data(entry: Entry, slab: SlabContents, dataset: DatasetFormat) -> RowData:
-    meta, spec = entry.meta, dataset.spec
-    key = dataset.keys.parse(entry.request_id)
-    layers = tuple(meta.get("layers", spec.moe_layers)) if entry.kind == PUT else ()
-    row = Row(
-        record_id=f"{entry.t_submit:016x}-{slab.identity['writer']}",
-        request_id=entry.request_id,
-        components=key.components,
-        choice=key.choice,
-        t_submit=entry.t_submit,
-        token_start=meta.get("start", 0),
-        num_tokens=entry.num_tokens,
-        part=meta.get("part", False),
-        status=meta["status"],
-        run_id=slab.identity["run_id"],
-        layers=layers,
-        reason=meta.get("reason"),
-        missing=tuple((start, stop) for start, stop in meta.get("missing", ())),
-        weight_version=meta.get("weight"),
-        weight_spans=tuple((start, stop, version) for start, stop, version in meta.get("spans", ())),
-        producer=slab.identity["producer"],
-        tags=meta.get("tags", {}),
-        has_token_ids=entry.kind == PUT and meta.get("token_ids", False),
-        has_logprobs=entry.kind == PUT and meta.get("logprobs", False),
-    )
-    if entry.kind != PUT:
-        return RowData(row)
-    tokens, dtype = entry.num_tokens, np.dtype(spec.dtype)
-    size = len(layers) * tokens * spec.top_k * dtype.itemsize
-    ids_at, logprobs_at, end = array_offsets(size, tokens, token_ids=row.has_token_ids, logprobs=row.has_logprobs)
-    if end > len(entry.payload):
-        raise CorruptSpoolError(f"record {entry.request_id!r} needs {end} bytes, its entry has {len(entry.payload)}")
-    ids = entry.payload[:size].view(dtype)
-    shape = (tokens, len(layers)) if entry.tokens_first else (len(layers), tokens)
-    routed_experts = ids.reshape(*shape, spec.top_k)
-    return RowData(
-        row,
-        routed_experts.transpose(1, 0, 2) if entry.tokens_first else routed_experts,
-        entry.payload[ids_at:logprobs_at].view(np.int32) if row.has_token_ids else None,
-        entry.payload[logprobs_at:end].view(np.float32) if row.has_logprobs else None,
-    )

@@ -6,9 +6,12 @@ of every entry header, so what an earlier filling left behind is never taken for
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
+import re
+import stat
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from rr_dataset.errors import CorruptSpoolError
+from rr_dataset.record import PRODUCERS
 
 SLAB_VERSION = 0
 HEADER_BYTES = 4096
@@ -44,6 +48,10 @@ _GUARD = struct.Struct("<QQQ")
 # magic, kind, flags, stamp, entry bytes, header bytes, id bytes, meta bytes, zero, tokens
 _ENTRY = struct.Struct("<IHHQQIIIIQ")
 _FIXED = _GUARD.size + _ENTRY.size
+_TEXTS = ("dataset", "uri", "writer", "run_id", "producer")  # what an identity must hold
+_WRITER = re.compile(r"[0-9a-f]{16}")
+_NOT_A_FILE = "no slab, it is a link, a folder or a pipe; no writer made it, move it away"
+_NO_FILE = frozenset((errno.ELOOP, errno.EISDIR, errno.ENXIO))  # a link, a directory, a pipe or socket
 
 
 def _align(n: int) -> int:
@@ -202,7 +210,8 @@ def read_slab(memory: memoryview, path: Path) -> SlabContents:
     """All that is committed in a mapped slab, every length checked against it.
 
     Reading ends at the first entry header that is not of this filling: the end, or where the engine was killed while
-    it wrote one. Raises CorruptSpoolError when the file is no slab, is cut, or is of another version.
+    it wrote one. What the metas say is for the reader to check. Raises CorruptSpoolError when the file is no slab, is cut, or
+    is of another version, and for an identity that lacks something, an id that is no UTF-8 and a meta that is no JSON object.
     """
     seq, state = read_state(path)
     if len(memory) < HEADER_BYTES:
@@ -234,12 +243,13 @@ def read_slab(memory: memoryview, path: Path) -> SlabContents:
             torn += 1
         else:
             text = bytes(memory[at + _FIXED : at + head])
+            request_id, meta = _texts_in(text, id_bytes, f"{path}: entry {len(entries)} at byte {at}")
             entries.append(
                 Entry(
                     kind=kind,
                     t_submit=stamp,
-                    request_id=text[:id_bytes].decode(),
-                    meta=json.loads(text[id_bytes:]),
+                    request_id=request_id,
+                    meta=meta,
                     num_tokens=tokens,
                     tokens_first=bool(flags & TOKENS_FIRST),
                     payload=np.frombuffer(payload, np.uint8),
@@ -256,8 +266,43 @@ def _identity_in(memory: memoryview, path: Path) -> Mapping[str, Any]:
     identity = bytes(memory[start : min(start + length, HEADER_BYTES)])
     if xxhash.xxh3_64_intdigest(identity) != checksum:
         raise CorruptSpoolError(f"{path}: the identity in the header is damaged")
-    found: Mapping[str, Any] = json.loads(identity)
+    found = _json_object(identity, f"{path}: the identity in the header")
+    for name in _TEXTS:
+        if not _is_text(found.get(name)):
+            raise CorruptSpoolError(f"{path}: the identity in the header has no text {name}; no writer made this")
+    if not _WRITER.fullmatch(found["writer"]) or found["producer"] not in PRODUCERS:
+        raise CorruptSpoolError(
+            f"{path}: the identity in the header names writer {found['writer']!r}, producer {found['producer']!r}; "
+            "no writer made this"
+        )
     return found
+
+
+def _texts_in(text: bytes, id_bytes: int, what: str) -> tuple[str, Mapping[str, Any]]:
+    """Request id and meta of an entry."""
+    try:
+        request_id = text[:id_bytes].decode()
+    except UnicodeDecodeError as error:
+        raise CorruptSpoolError(f"{what} has a request id that is no UTF-8") from error
+    return request_id, _json_object(text[id_bytes:], f"{what}, {request_id!r}: its meta")
+
+
+def _json_object(text: bytes, what: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptSpoolError(f"{what} is no JSON") from error
+    if not isinstance(found, dict):
+        raise CorruptSpoolError(f"{what} is no JSON object")
+    return found
+
+
+def _is_text(value: object) -> bool:
+    """Not empty, and without lone surrogates."""
+    try:
+        return isinstance(value, str) and bool(value.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def read_identity(path: Path) -> Mapping[str, Any] | None:
@@ -267,8 +312,7 @@ def read_identity(path: Path) -> Mapping[str, Any] | None:
     """
     if read_state(path) == (0, FREE):
         return None
-    with path.open("rb") as file:
-        head = file.read(HEADER_BYTES)
+    head = _read(path, 0, HEADER_BYTES)
     if len(head) < HEADER_BYTES:
         raise CorruptSpoolError(f"{path}: cut to {len(head)} bytes")
     return _identity_in(memoryview(head), path)
@@ -278,13 +322,38 @@ def _sound(payload: memoryview, checksum: int) -> bool:
     return xxhash.xxh3_64_intdigest(payload) == checksum
 
 
+def open_file(path: Path, access: int = os.O_RDONLY) -> int:
+    """A descriptor of a slab file, at once: nothing else of that name is followed or waited for.
+
+    Raises CorruptSpoolError for what is no regular file.
+    """
+    try:
+        fd = os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise CorruptSpoolError(f"{path}: {_NOT_A_FILE}") from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CorruptSpoolError(f"{path}: {_NOT_A_FILE}")
+    return fd
+
+
+def _read(path: Path, offset: int, length: int) -> bytes:
+    """At most so many bytes of a slab file."""
+    fd = open_file(path)
+    try:
+        return os.pread(fd, length, offset)
+    finally:
+        os.close(fd)
+
+
 def read_state(path: Path) -> tuple[int, int]:
     """Sequence number and state of a slab file, without mapping it; one that was never used is free.
 
     Raises CorruptSpoolError when the file is no slab of this version.
     """
-    with path.open("rb") as file:
-        head = file.read(_SLAB.size)
+    head = _read(path, 0, _SLAB.size)
     if not any(head):
         return 0, FREE
     if len(head) < _SLAB.size or not head.startswith(_SLAB_MAGIC):
@@ -297,15 +366,13 @@ def read_state(path: Path) -> tuple[int, int]:
 
 def is_control(path: Path) -> bool:
     """Whether a slab file that has been filled holds drops and deletes: whether its first entry is one."""
-    with path.open("rb") as file:
-        file.seek(HEADER_BYTES + _GUARD.size)
-        head = file.read(_ENTRY.size)
+    head = _read(path, HEADER_BYTES + _GUARD.size, _ENTRY.size)
     return len(head) == _ENTRY.size and _ENTRY.unpack(head)[1] != PUT
 
 
 def write_state(path: Path, state: int) -> None:
     """Set the state of a slab file: one aligned 8-byte write, seen by whoever has it mapped."""
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    fd = open_file(path, os.O_WRONLY)
     try:
         os.pwrite(fd, struct.pack("<Q", state), 8 * _STATE_WORD)
     finally:

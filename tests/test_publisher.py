@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,112 @@ def test_slabs_of_deletes_are_taken_first(dataset: Any, spool: Spool) -> None:
     delete(spool, "prefix", "a")
     put(spool, dataset, "a:1", experts(1))
     assert [read_state(path)[0] for path in sealed(spool)] == [2, 1]
+
+
+# ---- the dataset is not there any more
+
+
+def gone(root: Path) -> None:
+    root.rename(root.with_name("away"))
+
+
+def bare(root: Path) -> None:
+    """As under a mount that has gone."""
+    gone(root)
+    root.mkdir()
+
+
+def made_anew(root: Path) -> None:
+    gone(root)
+    rr.create_dataset(root, SPEC)
+
+
+def damaged(root: Path) -> None:
+    gone(root)
+    (root / "_rr").mkdir(parents=True)
+    (root / "_rr/format.json").write_text("{")
+
+
+SAID = {gone: "there is no _rr/format.json", bare: "there is no _rr/format.json", made_anew: "there is dataset ",
+        damaged: "cannot be read"}  # fmt: skip
+
+
+def in_it(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if path.name != "format.json" and path.name != "_rr"]
+
+
+@pytest.mark.parametrize("vanish", [gone, bare, made_anew, damaged])
+@pytest.mark.parametrize("what", ["put", "delete"])
+def test_a_slab_waits_until_its_own_dataset_is_back(
+    tmp_path: Path, dataset: Any, spool: Spool, vanish: Any, what: str
+) -> None:
+    root = tmp_path / "ds"
+    if what == "put":
+        put(spool, dataset, "a:1", experts(1))
+    else:
+        delete(spool, "prefix", "a")
+    (path,) = sealed(spool)
+    vanish(root)
+    publisher = publisher_of(dataset)
+    for _ in range(2):
+        with pytest.raises(StorageError, match=f"Dataset {dataset.format.uuid} is not here any more, .*{SAID[vanish]}"):
+            publisher.publish(path)
+    assert read_state(path)[1] == SEALED
+    assert in_it(root) == []
+    if root.exists():
+        root.rename(tmp_path / "other")
+    (tmp_path / "away").rename(root)
+    publisher.publish(path)
+    assert read_state(path)[1] == PUBLISHED
+    assert (stored_rows(root), len(marks(root))) == (({"a:1": 1}, 0) if what == "put" else ({}, 1))
+
+
+@pytest.mark.parametrize("vanish", [gone, bare, made_anew])
+@pytest.mark.parametrize("after", ["relist_tombstones", "publish_slab", "write_tombstones", "remove_covered"])
+def test_a_dataset_that_vanishes_meanwhile_is_seen_before_the_slab_is_marked(
+    tmp_path: Path, dataset: Any, spool: Spool, monkeypatch: pytest.MonkeyPatch, vanish: Any, after: str
+) -> None:
+    root = tmp_path / "ds"
+    drop = spool.reserve(DROP, 0, b"b:1", b'{"status":"dropped"}', tokens=9, payload_bytes=0)
+    assert drop is not None
+    spool.commit(drop)
+    delete(spool, "prefix", "a")
+    (path,) = sealed(spool)
+    real = getattr(publisher_module, after)
+
+    def then_vanish(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        vanish(root)
+        return result
+
+    publisher = publisher_of(dataset)
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher_module, after, then_vanish)
+        with pytest.raises(StorageError, match="is not here any more|still mounted"):
+            publisher.publish(path)
+    assert read_state(path)[1] == SEALED
+    if root.exists():
+        root.rename(tmp_path / "other")
+    rr.create_dataset(root, SPEC)  # from a copy without what the first attempt left
+    (root / "_rr/format.json").write_bytes((tmp_path / "away/_rr/format.json").read_bytes())
+    publisher.publish(path)
+    assert (stored_rows(root), len(marks(root))) == ({"b:1": 1}, 1)
+
+
+# ---- what is no slab
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_is_no_file_does_not_hold_up_the_slabs(dataset: Any, spool: Spool, kind: str) -> None:
+    put(spool, dataset, "a:1", experts(1))
+    (path,) = sealed(spool)
+    odd = spool.directory / "odd.slab"
+    {"link": lambda: odd.symlink_to(path), "pipe": lambda: os.mkfifo(odd), "folder": odd.mkdir}[kind]()
+    assert slabs_in(spool.directory, (SEALED,)) == [odd, path]
+    with pytest.raises(CorruptSpoolError, match="odd.slab: no slab, it is a link, a folder or a pipe"):
+        publisher_of(dataset).publish(odd)
+    assert read_state(path)[1] == SEALED
+    odd.rmdir() if kind == "folder" else odd.unlink()
 
 
 # ---- deletes

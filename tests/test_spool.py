@@ -43,6 +43,10 @@ WRITER = "0123456789abcdef"
 MakeSpool = Callable[..., Spool]
 
 
+def identity(writer: str) -> dict[str, str]:
+    return {"dataset": "d", "uri": "u", "writer": writer, "run_id": "r", "producer": "rollout"}
+
+
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[MakeSpool]:
     made = []
@@ -51,7 +55,7 @@ def make(tmp_path: Path) -> Iterator[MakeSpool]:
         spool = Spool(tmp_path, writer, spool_bytes=spool_bytes, slab_bytes=SLAB, sync=sync)
         made.append(spool)
         spool.allocate()
-        spool.identify({"dataset": "d", "uri": "u", "writer": writer})
+        spool.identify(identity(writer))
         return spool
 
     yield make_spool
@@ -250,7 +254,7 @@ def test_whatever_is_put_is_there_once_and_the_pool_stays_within_its_bytes(
 ) -> None:
     spool = Spool(tmp_path_factory.mktemp("pool"), WRITER, spool_bytes=POOL, slab_bytes=SLAB, sync=False)
     spool.allocate()
-    spool.identify({})
+    spool.identify(identity(WRITER))
     accepted: list[str] = []
     published: list[str] = []
 

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+import rr_dataset as rr
+from tests.engines import SPEC, experts, stored_rows
 
 
 def test_a_worker_whose_engine_is_gone_before_it_starts_just_ends() -> None:
@@ -13,3 +19,27 @@ def test_a_worker_whose_engine_is_gone_before_it_starts_just_ends() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("instead", ["nothing", "mount point", "dataset"])
+def test_nothing_is_durable_while_the_dataset_is_not_there(tmp_path: Path, instead: str) -> None:
+    root = tmp_path / "ds"
+    options = rr.WriterOptions(spool_dir=str(tmp_path), spool_bytes=8 << 20, slab_bytes=1 << 20)
+    with rr.RoutingWriter(root, options, create=SPEC) as writer:
+        writer.put("a:1", experts(1), layout="LTK")
+        assert writer.flush().records == 1
+        root.rename(tmp_path / "away")
+        if instead == "mount point":
+            root.mkdir()
+        elif instead == "dataset":
+            rr.create_dataset(root, SPEC)
+        writer.put("a:2", experts(2), layout="LTK")
+        with pytest.raises(rr.FlushTimeoutError) as caught:
+            writer.flush(timeout_s=1)
+        assert "is not here any more" in str(caught.value.__cause__)
+        assert not list(root.rglob("*.arrow"))
+        if root.exists():
+            root.rename(tmp_path / "other")
+        (tmp_path / "away").rename(root)
+        assert writer.flush().records == 1
+    assert stored_rows(root) == {"a:1": 1, "a:2": 1}
