@@ -52,6 +52,7 @@ DELETE_THREADS = 4  # a store's requests overlap; on a local disk so do the wait
 PARTITIONS_AT_ONCE = 64  # handed to the threads together
 
 _PAUSE_S = 0.001
+_STEP_MS = 100  # a step back of the clock that is waited for whatever the skew
 
 
 @dataclass(frozen=True)
@@ -327,9 +328,12 @@ def delete(
     progress: called with the sum so far after each directory.
 
     It covers puts that are still in a writer's spool, and none submitted after it returned, on hosts whose clocks are within
-    `max_clock_skew_s`, for which it waits, once however much is asked for. A put beside it may land on either side. What is
-    deleted is hidden from readers at once; whole directories and files whose rows are all deleted are removed before it
-    returns, the rest by compaction. Deleting what is not there is no error, and a second delete does no harm; after an
+    `max_clock_skew_s`, for which it waits twice, once however much is asked for; it never waits longer, so if this host's clock
+    is set back by more than that meanwhile, puts after its return may be covered too, until the clock has caught up. A put
+    beside it may land on either side.
+
+    What is deleted is hidden from readers at once; whole directories and files whose rows are all deleted are removed before
+    it returns, the rest by compaction. Deleting what is not there is no error, and a second delete does no harm; after an
     error some is deleted: do it again.
 
     Raises DatasetNotFoundError, InvalidRequestIdError, InvalidInputError when nothing is asked for, StorageError.
@@ -337,13 +341,14 @@ def delete(
     storage = open_storage(uri, storage_options)
     fmt = read_format(storage)
     target = Target.of(fmt, prefixes, ids, glob, older_than_s, run, everything=everything)
-    now_ms, skew_ms = wall_ms(), _skew_ms(fmt)
+    now_ms, began_s, skew_ms = wall_ms(), time.monotonic(), _skew_ms(fmt)
     tombstones = target.tombstones(now_ms, skew_ms)
     name = write_tombstones(storage, tombstones, now_ms)
     report = remove_covered(storage, fmt, tombstones, _others(storage, fmt, name), progress)
     last_ms = max(millis(tombstone.t_del) for tombstone in tombstones) + skew_ms
-    while (left_ms := last_ms - wall_ms()) >= 0:
-        time.sleep(max(left_ms / 1000, _PAUSE_S))
+    until_s = began_s + (last_ms - now_ms + _STEP_MS) / 1000
+    while (left_ms := last_ms - wall_ms()) >= 0 and (left_s := until_s - time.monotonic()) > 0:
+        time.sleep(max(min(left_ms / 1000, left_s), _PAUSE_S))
     return report
 
 

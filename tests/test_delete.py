@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ class Clock:
         self.ms = NOW_MS
         self.slept: list[float] = []
         monkeypatch.setattr(module, "wall_ms", lambda: self.ms)
-        monkeypatch.setattr(module.time, "sleep", self._sleep)
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.ms / 1000, sleep=self._sleep))
 
     def _sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
@@ -419,3 +420,22 @@ def test_a_reader_shows_what_the_model_says(
     heads = {head.request_id: head for head in stored.dataset.heads(list(stored.dataset.ids()))}
     assert set(heads) == set(alive)
     assert {i: head.rows[-1].t_submit for i, head in heads.items()} == alive
+
+
+def test_a_clock_that_steps_back_does_not_prolong_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skew_s = 2.0
+    stored = Stored(tmp_path / "ds", max_clock_skew_s=skew_s)
+    stored.put("a:1:0")
+    clock, passed = Clock(monkeypatch), [50.0]
+
+    def sleep(seconds: float) -> None:
+        clock.slept.append(seconds)
+        passed[0] += seconds
+        clock.ms += round(seconds * 1000)
+
+    def step_back(report: DeleteReport) -> None:
+        clock.ms = NOW_MS - 3_600_000
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: passed[0], sleep=sleep))
+    rr.delete(stored.root, prefixes=["a"], progress=step_back)
+    assert skew_s <= sum(clock.slept) <= 2 * skew_s + 0.2

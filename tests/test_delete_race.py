@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,7 +90,7 @@ class Moment:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ms = 1_800_000_000_000
         monkeypatch.setattr(module, "wall_ms", lambda: self.ms)
-        monkeypatch.setattr(module.time, "sleep", self._sleep)
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.ms / 1000, sleep=self._sleep))
 
     def _sleep(self, seconds: float) -> None:
         self.ms += max(1, int(seconds * 1000))
