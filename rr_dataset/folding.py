@@ -18,8 +18,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rr_dataset.compactor import grace_ms
-from rr_dataset.errors import ObjectNotFoundError
-from rr_dataset.layout import GC_DIR, STAGING_DIR, TOMBSTONE_DIR, DatasetFormat, parse_tombstone_name, tombstone_name
+from rr_dataset.errors import FormatError, ObjectNotFoundError
+from rr_dataset.layout import (
+    GC_DIR,
+    STAGING_DIR,
+    TOMBSTONE_DIR,
+    DatasetFormat,
+    parse_tombstone_name,
+    read_json,
+    tombstone_name,
+)
 from rr_dataset.storage import Storage
 from rr_dataset.tombstones import Tombstone, TombstoneCache, relist_tombstones, write_tombstones
 
@@ -157,7 +165,8 @@ def _made_ms(name: str) -> int | None:
 
 
 def _read_note(storage: Storage, name: str) -> frozenset[str]:
+    path = f"{GC_DIR}/{name}"
     try:
-        return frozenset(json.loads(storage.read_bytes(f"{GC_DIR}/{name}")))
-    except (ObjectNotFoundError, ValueError, TypeError):  # gone, or no note of ours: it proves nothing
+        return frozenset(read_json(storage.read_bytes(path), path))
+    except (ObjectNotFoundError, FormatError, TypeError):  # gone, or no note of ours: it proves nothing
         return frozenset()

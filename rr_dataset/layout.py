@@ -167,6 +167,14 @@ def parse_ref(text: str) -> tuple[str, str] | None:
     return (match["record_id"], match["request_id"]) if match else None
 
 
+def read_json(data: bytes, where: str) -> Any:
+    """What a stored JSON text says. Raises FormatError that names `where` for what is none, or is nested without end."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{where} is no JSON: {error}") from error
+
+
 @dataclass(frozen=True)
 class DatasetFormat:
     """What every process of a dataset must share: `_rr/format.json`."""
@@ -215,10 +223,7 @@ class DatasetFormat:
 
         Raises NewerFormatError for a later format version, FormatError for anything else that is not one.
         """
-        try:
-            values = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"{FORMAT_PATH} is no JSON: {error}") from error
+        values = read_json(data, FORMAT_PATH)
         if not isinstance(values, dict) or values.pop("format", None) != _FORMAT_NAME:
             raise FormatError(f'{FORMAT_PATH} does not say "format": "{_FORMAT_NAME}"')
         version = values.get("format_version")

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from rr_dataset.errors import FormatError, InvalidInputError, NewerFormatError, ObjectNotFoundError
 from rr_dataset.keys import Glob, KeyScheme, Prefix
-from rr_dataset.layout import STAGING_DIR, TOMBSTONE_DIR, ShardName, parse_tombstone_name, tombstone_name
+from rr_dataset.layout import STAGING_DIR, TOMBSTONE_DIR, ShardName, parse_tombstone_name, read_json, tombstone_name
 from rr_dataset.record import Row
 from rr_dataset.storage import Storage
 
@@ -261,9 +261,9 @@ def write_tombstones(storage: Storage, tombstones: Sequence[Tombstone], made_ms:
 
 def _read(storage: Storage, name: str) -> tuple[Tombstone, ...]:
     path = f"{TOMBSTONE_DIR}/{name}"
-    data = storage.read_bytes(path)
+    values = read_json(storage.read_bytes(path), path)
     try:
-        return tuple(_tombstone(values) for values in json.loads(data))
+        return tuple(map(_tombstone, _checked("it", values, list)))
     except NewerFormatError as error:
         raise NewerFormatError(f"{path}: {error}") from error
     except (ValueError, TypeError, KeyError) as error:
@@ -271,6 +271,7 @@ def _read(storage: Storage, name: str) -> tuple[Tombstone, ...]:
 
 
 def _tombstone(values: Mapping[str, Any]) -> Tombstone:
+    _checked("a tombstone", values, dict)
     kind, text, run = values["kind"], values["text"], values["run"]
     if kind not in KINDS:
         raise NewerFormatError(f"tombstone kind {kind!r}: this rr_dataset knows {', '.join(KINDS)}; upgrade it")
@@ -284,5 +285,5 @@ def _tombstone(values: Mapping[str, Any]) -> Tombstone:
 
 def _checked(name: str, value: Any, *kinds: type) -> Any:
     if type(value) not in kinds:
-        raise TypeError(f"{name} is {value!r}")
+        raise TypeError(f"{name} is {value!r:.80}")
     return value

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import rr_dataset as rr
 from rr_dataset.folding import fold, removable_files
 from rr_dataset.keys import KeyScheme
-from rr_dataset.layout import GC_DIR, TOMBSTONE_DIR
+from rr_dataset.layout import GC_DIR, TOMBSTONE_DIR, tombstone_name
 from rr_dataset.record import Row
 from rr_dataset.storage import open_storage
 from rr_dataset.tombstones import Tombstone, TombstoneCache, TombstoneSet, list_tombstones
@@ -217,4 +218,14 @@ def test_a_note_that_is_none_proves_nothing(stored: Stored) -> None:
     note.parent.mkdir()
     note.write_bytes(b"[[")
     assert collect_at(stored.root, now + TTL_MS + LATER_MS).tombstones_dropped == 0
+    assert not note.exists()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{}", "5", "[5]", '[["a"]]', '"abc"', "\xff"])
+def test_a_note_that_is_none_proves_nothing_and_goes(tmp_path: Path, text: str) -> None:
+    stored = Stored(tmp_path / "ds")
+    note = stored.root / GC_DIR / tombstone_name(1, "0" * 32)
+    note.parent.mkdir(parents=True)
+    note.write_text(text, encoding="latin-1")
+    assert rr.collect_garbage(stored.root) == rr.GarbageReport()
     assert not note.exists()

@@ -421,3 +421,8 @@ def test_settings_that_cannot_work_are_refused(change: dict[str, Any], says: str
 )
 def test_a_mismatch_names_what_differs(change: dict[str, Any], says: str) -> None:
     assert FORMAT.mismatch(replace(FORMAT, **change, uuid=UNIQUE)) == says
+
+
+def test_a_format_that_is_nested_without_end_is_a_format_error() -> None:
+    with pytest.raises(FormatError, match=r"_rr/format\.json is no JSON"):
+        DatasetFormat.from_json(b"[" * 100_000)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stored import Stored
 
 from rr_dataset.errors import FormatError, NewerFormatError, ObjectNotFoundError
 from rr_dataset.keys import KeyScheme
@@ -60,6 +61,7 @@ def name(number: int) -> str:
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Storage:
+    (tmp_path / "_rr").mkdir()
     return open_storage(tmp_path)
 
 
@@ -392,3 +394,13 @@ def test_the_name_is_durable_before_it_returns(storage: Storage) -> None:
 
     write_tombstones(Spy(), [tombstone("all", "")], 77)  # type: ignore[arg-type]  # stands in for a storage
     assert calls == ["create", "remove_empty_dirs", "sync_dirs"]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '[{"uuid":' + "[" * 100_000, "{}", '"x"', "5", "[5]", "[[]]", "null"])
+def test_what_is_no_list_of_objects_is_a_format_error(tmp_path: Path, text: str) -> None:
+    stored = Stored(tmp_path / "ds")
+    stored.put("a:0:0:0")
+    path = stored.tombstone("all", "")
+    path.write_text(text)
+    with pytest.raises(FormatError, match=path.name):
+        list(stored.dataset.ids())
