@@ -14,12 +14,14 @@ With `keep="last_turn"` a row is also hidden by a later one of a higher turn of 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from rr_dataset.record import STATUSES, Range, RecordHead, RoutingSpec, Row, Span, Tile
 
 _ORDER = attrgetter("t_submit", "record_id")
+_START, _STOP = itemgetter(0), itemgetter(1)
 
 
 def merge_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:
@@ -56,6 +58,31 @@ def subtract_ranges(ranges: Sequence[Range], holes: Sequence[Range]) -> tuple[Ra
 def intersect_ranges(ranges: Sequence[Range], others: Sequence[Range]) -> tuple[Range, ...]:
     """The positions in both; both sorted and disjoint, as `merge_ranges` returns them."""
     return subtract_ranges(ranges, subtract_ranges(ranges, others))
+
+
+def claim(covered: list[Range], ranges: Iterable[Range]) -> list[Range]:
+    """The positions of `ranges` that `covered` lacks, which are added to it. Costs little more than the neighbours do.
+
+    covered: as `merge_ranges` returns it, and stays so.
+    """
+    gained: list[Range] = []
+    for start, stop in ranges:
+        if start >= stop:
+            continue
+        first = bisect_left(covered, start, key=_STOP)
+        end = bisect_right(covered, stop, key=_START)
+        near = covered[first:end]  # also those that only touch
+        gained += subtract_ranges(((start, stop),), near)
+        if near:
+            start, stop = min(start, near[0][0]), max(stop, near[-1][1])  # noqa: PLW2901 -- as it will be kept
+        covered[first:end] = [(start, stop)]
+    return gained
+
+
+def _within(ranges: Sequence[Range], start: int, stop: int) -> tuple[Range, ...]:
+    """The positions of `ranges`, sorted and disjoint, from `start` to `stop`."""
+    near = ranges[bisect_right(ranges, start, key=_STOP) : bisect_left(ranges, stop, key=_START)]
+    return tuple((max(a, start), min(b, stop)) for a, b in near)
 
 
 class Turns:
@@ -114,9 +141,9 @@ class _Group:
 
     __slots__ = ("covered", "last", "layers")
 
-    def __init__(self, layers: tuple[int, ...], covered: tuple[Range, ...] = (), last: Row | None = None) -> None:
+    def __init__(self, layers: tuple[int, ...], covered: Iterable[Range] = (), last: Row | None = None) -> None:
         self.layers = layers
-        self.covered = covered
+        self.covered = list(covered)
         self.last = last
 
 
@@ -220,10 +247,7 @@ def _cover(live: Sequence[Row], spec: RoutingSpec) -> tuple[list[_Group], list[t
         for group in touched:
             if group.last is None or row.token_stop >= group.last.token_stop:
                 group.last = row
-            gained = subtract_ranges(held, group.covered)
-            if gained:
-                owned.extend((row, run, group.layers) for run in gained)
-                group.covered = merge_ranges((*group.covered, *gained))
+            owned.extend((row, run, group.layers) for run in claim(group.covered, held))
     return groups, owned
 
 
@@ -253,17 +277,16 @@ def _status(groups: Sequence[_Group]) -> tuple[str, str | None]:
 
 
 def _weights(live: Sequence[Row]) -> tuple[Span, ...]:
-    covered: tuple[Range, ...] = ()
+    covered: list[Range] = []
     spans: list[Span] = []
     for row in live:
-        left = subtract_ranges(_held(row), covered)
-        covered = merge_ranges((*covered, *left))
-        told = [(merge_ranges([(start, stop)]), version) for start, stop, version in row.weight_spans]
+        left = claim(covered, _held(row))
+        told: list[Range] = []
+        for start, stop, version in row.weight_spans:
+            for first, last in claim(told, [(start, stop)]):
+                spans.extend((a, b, version) for a, b in _within(left, first, last))
         if row.weight_version is not None:
-            told.append((left, row.weight_version))
-        for where, version in told:
-            spans.extend((start, stop, version) for start, stop in intersect_ranges(left, where))
-            left = subtract_ranges(left, where)
+            spans.extend((start, stop, row.weight_version) for start, stop in subtract_ranges(left, told))
     joined: list[Span] = []
     for start, stop, version in sorted(spans):
         if joined and joined[-1][1:] == (start, version):

@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import rows_of_one_id, specs
 
+from rr_dataset import live
 from rr_dataset.live import Turns, assemble, intersect_ranges, merge_ranges, subtract_ranges
 from rr_dataset.record import RecordHead, RoutingSpec, Row
 
@@ -432,3 +433,65 @@ def test_a_turn_hides_lower_ones_put_before_it(drawn: list[tuple[Any, ...]]) -> 
             for number2, (turn2, before2, after2, choice2, run2, stamp2, status2) in enumerate(drawn)
         )
         assert turns.hides(rows[number]) == hidden
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=4), max_size=8))
+def test_claim_is_what_a_set_gains(rounds: list[list[tuple[int, int]]]) -> None:
+    covered: list[tuple[int, int]] = []
+    seen: set[int] = set()
+    for ranges in rounds:
+        gained = live.claim(covered, ranges)
+        asked = [p for start, stop in ranges for p in range(start, stop)]
+        assert [p for start, stop in gained for p in range(start, stop)] == list(dict.fromkeys(_unseen(asked, seen)))
+        seen.update(asked)
+        assert tuple(covered) == merge_ranges((p, p + 1) for p in seen)
+
+
+def _row(stamp: int, start: int, tokens: int, **how: Any) -> Row:
+    return Row(
+        record_id=f"{stamp:016x}-{'a' * 16}",
+        request_id="r",
+        components=("r",),
+        choice=None,
+        t_submit=stamp,
+        token_start=start,
+        num_tokens=tokens,
+        part=True,
+        status="complete",
+        run_id="run",
+        layers=SPEC.moe_layers,
+        **how,
+    )
+
+
+def _unseen(positions: list[int], seen: set[int]) -> list[int]:
+    return [p for p in positions if p not in seen]
+
+
+def test_many_parts_and_gaps_are_not_compared_with_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work is counted, not timed: ranges that are looked at, of 1,500 parts and spans that come in the worst order."""
+    count, looked = 1500, [0]
+    subtract, merge = live.subtract_ranges, live.merge_ranges
+
+    def subtract_counted(ranges: Any, holes: Any) -> Any:
+        looked[0] += len(ranges) + len(holes)
+        return subtract(ranges, holes)
+
+    def merge_counted(ranges: Any) -> Any:
+        given = list(ranges)
+        looked[0] += len(given)
+        return merge(given)
+
+    monkeypatch.setattr(live, "subtract_ranges", subtract_counted)
+    monkeypatch.setattr(live, "merge_ranges", merge_counted)
+    order = [*range(0, count, 2), *range(1, count, 2)]
+    parts = [_row(stamp, 3 * i, 3, weight_version=str(i)) for stamp, i in enumerate(order, start=1)]
+    head = assemble(parts, SPEC)
+    assert head is not None
+    assert (head.num_tokens, head.missing, len(head.tiles), len(head.weights)) == (3 * count, (), count, count)
+    spans = tuple((i, i + 1, str(i)) for i in range(2 * count))
+    gaps = tuple((2 * i, 2 * i + 1) for i in range(count))
+    head = assemble([_row(1, 0, 2 * count, missing=gaps, weight_spans=spans)], SPEC)
+    assert head is not None
+    assert (head.missing, len(head.weights)) == (gaps, count)
+    assert looked[0] < 60 * count
