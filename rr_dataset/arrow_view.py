@@ -12,13 +12,13 @@ import pyarrow.compute as pc
 import pyarrow.dataset as pads
 import pyarrow.fs as pafs
 
-from rr_dataset.errors import CorruptShardError, InvalidInputError, ObjectNotFoundError, ReadConflictError
+from rr_dataset.errors import InvalidInputError, ObjectNotFoundError, ReadConflictError
 from rr_dataset.keys import Prefix
 from rr_dataset.layout import parse_partition
 from rr_dataset.lookup import Lookup
 from rr_dataset.record import Row
 from rr_dataset.schema import shard_schema
-from rr_dataset.shard import SourceFile
+from rr_dataset.shard import arrow_file
 from rr_dataset.snapshot import MAX_ATTEMPTS, Listed, Located, Shard, Snapshot
 
 Expression = Any  # pc.Expression; pyarrow ships no types
@@ -156,24 +156,20 @@ def _read_shard(
     lookup: Lookup, shard: Shard, wanted: list[int], names: list[str], options: pa.ipc.IpcReadOptions
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """The rows of these numbers, a record batch at a time: how many, and their content."""
-    with lookup.storage.open(shard.path) as source:
-        file = SourceFile(source, shard.entry.size)
-        try:
-            reader = pa.ipc.open_file(pa.PythonFile(file, mode="r"), options=options)
-            at = 0
-            while at < len(wanted):
-                number = shard.index.batch_of(wanted[at])
-                held = shard.index.batch_rows(number)
-                chosen = [row for row in wanted[at : at + len(held)] if row in held]
-                at += len(chosen)
-                batch = reader.get_batch(number).select(names)
-                if len(chosen) < len(held):
-                    batch = batch.take(pa.array([row - held.start for row in chosen]))
-                yield len(chosen), batch
-        except (pa.ArrowInvalid, OSError, KeyError) as error:
-            if file.error is not None:
-                raise file.error from None
-            raise CorruptShardError(f"{lookup.storage.uri}: {shard.path}: pyarrow cannot read it: {error}") from error
+    with (
+        lookup.storage.open(shard.path) as source,
+        arrow_file(source, shard.entry.size, options, f"{lookup.storage.uri}: {shard.path}: ") as reader,
+    ):
+        at = 0
+        while at < len(wanted):
+            number = shard.index.batch_of(wanted[at])
+            held = shard.index.batch_rows(number)
+            chosen = [row for row in wanted[at : at + len(held)] if row in held]
+            at += len(chosen)
+            batch = reader.get_batch(number).select(names)
+            if len(chosen) < len(held):
+                batch = batch.take(pa.array([row - held.start for row in chosen]))
+            yield len(chosen), batch
 
 
 # Describing

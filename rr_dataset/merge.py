@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from rr_dataset.live import superseded
 from rr_dataset.record import Row, RowData
 from rr_dataset.schema import VECTORS, shard_schema
 from rr_dataset.shard import Scratch, ShardBuilder, ShardIndex, Source, TileRead, VectorRead, read_index, read_tiles
-from rr_dataset.shard.stream import SourceFile
+from rr_dataset.shard.stream import arrow_file
 from rr_dataset.snapshot import Located, Shard
 from rr_dataset.storage import Storage
 from rr_dataset.tombstones import TombstoneSet
@@ -295,8 +296,8 @@ class _Extra:
         for path, shard in shards.items():
             if shard.index.num_columns == len(known):
                 continue
-            with storage.open(path) as source:
-                schema = _arrow(source, shard.entry.size).schema
+            with _arrow(storage, path, shard) as reader:
+                schema = reader.schema
             for field in schema:
                 if field.name not in known:
                     first = fields.setdefault(field.name, field.with_nullable(nullable=True))
@@ -314,9 +315,8 @@ class _Extra:
         order: list[int] = []
         numbered = sorted(enumerate(group), key=lambda item: (item[1].shard.path, item[1].number))
         for path, members in groupby(numbered, key=lambda item: item[1].shard.path):
-            with self._storage.open(path) as source:
-                shard = self._shards[path]
-                reader = _arrow(source, shard.entry.size)
+            shard = self._shards[path]
+            with _arrow(self._storage, path, shard) as reader:
                 for number, those in groupby(members, key=lambda item: shard.index.batch_of(item[1].number)):
                     chosen = list(those)
                     first = shard.index.batch_rows(number).start
@@ -338,10 +338,19 @@ class _Extra:
             raise CorruptShardError(f"{_BUILT_WRONG}: columns that this version does not know differ")
 
 
-def _arrow(source: Source, size: int) -> Any:
-    return pa.ipc.open_file(
-        pa.PythonFile(SourceFile(source, size), mode="r"), options=pa.ipc.IpcReadOptions(use_threads=False)
-    )
+@contextmanager
+def _arrow(storage: Storage, path: str, shard: Shard) -> Iterator[Any]:
+    """pyarrow's reader of a shard. Raises DamagedInputError for what it cannot read."""
+    try:
+        with (
+            storage.open(path) as source,
+            arrow_file(source, shard.entry.size, pa.ipc.IpcReadOptions(use_threads=False)) as reader,
+        ):
+            yield reader
+    except DamagedInputError:
+        raise
+    except CorruptShardError as error:
+        raise DamagedInputError(path, f"{storage.uri}: {path}: {error}") from error
 
 
 def _select(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:

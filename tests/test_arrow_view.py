@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from stored import SPEC, Stored
 
 import rr_dataset as rr
+from rr_dataset.errors import CorruptShardError
 from rr_dataset.record import RowData
 from rr_dataset.schema import shard_schema
 from rr_dataset.storage.files import LocalSource
@@ -375,3 +376,25 @@ def test_layers_read_through_arrow_are_those_of_get(several: Stored) -> None:
     for row in table.to_pylist():
         experts = several.dataset.get(row["request_id"], layers=[9]).routed_experts[0]
         np.testing.assert_array_equal(np.frombuffer(row["layer_009"], SPEC.dtype).reshape(-1, SPEC.top_k), experts)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pa.ArrowNotImplementedError("x"),
+        pa.ArrowMemoryError("malloc of 281474976710848"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"),
+        OverflowError("x"),
+        RecursionError("x"),
+    ],
+)
+def test_whatever_pyarrow_raises_of_a_shard_names_it(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def open_file(*args: object, **named: object) -> None:
+        raise error
+
+    path = stored.shard(stored.row("a:0:0:0"))
+    monkeypatch.setattr(pa.ipc, "open_file", open_file)
+    with pytest.raises(CorruptShardError, match=f"{path.name}: pyarrow cannot read it: {type(error).__name__}"):
+        list(stored.dataset.scan())

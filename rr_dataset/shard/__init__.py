@@ -10,7 +10,7 @@ from rr_dataset.shard.build import Scratch, ShardBuilder, build_shard
 from rr_dataset.shard.check import Fault, check_shard
 from rr_dataset.shard.index import ShardIndex, Source, read_index
 from rr_dataset.shard.read import TileRead, VectorRead, read_tiles
-from rr_dataset.shard.stream import SourceFile
+from rr_dataset.shard.stream import SourceFile, arrow_file
 from rr_dataset.shard.tiling import copy_tiles
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "SourceFile",
     "TileRead",
     "VectorRead",
+    "arrow_file",
     "build_shard",
     "check_shard",
     "copy_tiles",

@@ -7,7 +7,6 @@ agree. What the rows mean (their ids, their directory, the file's name) is for `
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,14 +16,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from rr_dataset.errors import CorruptShardError
+from rr_dataset.errors import CorruptShardError, FormatError
 from rr_dataset.keys import KeyScheme
+from rr_dataset.layout import read_json
 from rr_dataset.record import RoutingSpec, Row
 from rr_dataset.schema import LAYER_COLUMN, VECTORS, scalar_schema, shard_schema
 from rr_dataset.selection import stretches
 from rr_dataset.shard.index import ShardIndex, Source
 from rr_dataset.shard.read import TileRead, VectorRead, read_tiles
-from rr_dataset.shard.stream import SourceFile
+from rr_dataset.shard.stream import arrow_file
 
 _VECTOR_DTYPES = {"token_ids": np.dtype(np.int32), "logprobs": np.dtype(np.float32)}
 
@@ -50,26 +50,25 @@ def check_shard(source: Source, index: ShardIndex, keys: KeyScheme) -> Iterator[
     In memory is one record batch, twice. Raises what the source raises.
     """
     yield from _tiling(index)
-    file = SourceFile(source, source.size)
     try:
-        reader = pa.ipc.open_file(pa.PythonFile(file, mode="r"), options=pa.ipc.IpcReadOptions(use_threads=False))
-        yield from _schema(reader.schema, index, keys)
-        at = 0
-        while at < len(index.rows):
-            number = index.batch_of(at)
-            rows = index.batch_rows(number)
-            at = rows.stop
-            batch = reader.get_batch(number)
-            batch.validate(full=True)
-            if batch.num_rows != len(rows):
-                yield Fault("arrow", rows.start, f"pyarrow reads {batch.num_rows} rows, the index tells {len(rows)}")
-                continue
-            yield from _scalars(batch, index, rows, keys)
-            yield from _Payload(source, index, rows).faults(batch)
-    except (pa.ArrowException, OSError, KeyError, IndexError) as error:
-        if file.error is not None:
-            raise file.error from None
-        yield Fault("arrow", None, f"pyarrow cannot read it: {error}")
+        with arrow_file(source, source.size, pa.ipc.IpcReadOptions(use_threads=False)) as reader:
+            yield from _schema(reader.schema, index, keys)
+            at = 0
+            while at < len(index.rows):
+                number = index.batch_of(at)
+                rows = index.batch_rows(number)
+                at = rows.stop
+                batch = reader.get_batch(number)
+                batch.validate(full=True)
+                if batch.num_rows != len(rows):
+                    yield Fault(
+                        "arrow", rows.start, f"pyarrow reads {batch.num_rows} rows, the index tells {len(rows)}"
+                    )
+                    continue
+                yield from _scalars(batch, index, rows, keys)
+                yield from _Payload(source, index, rows).faults(batch)
+    except CorruptShardError as error:
+        yield Fault("arrow", None, str(error))
 
 
 def _tiling(index: ShardIndex) -> Iterator[Fault]:
@@ -117,8 +116,8 @@ def _expected(spec: RoutingSpec, keys: KeyScheme) -> pa.Schema:
 
 def _json(text: bytes | None) -> Any:
     try:
-        return None if text is None else json.loads(text)
-    except ValueError:
+        return None if text is None else read_json(text, "it")
+    except FormatError:
         return None
 
 

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import pyarrow as pa
+
+from rr_dataset.errors import CorruptShardError, StorageError
 from rr_dataset.shard.index import Source
+
+# What pyarrow, and what decodes its texts, raise of damaged bytes; a MemoryError comes of a length that lies.
+_OF_DAMAGE = (
+    *(pa.ArrowException, OSError, LookupError, ValueError, TypeError),
+    *(OverflowError, MemoryError, NotImplementedError, RecursionError),
+)
 
 
 class SourceFile(io.RawIOBase):
@@ -43,3 +54,22 @@ class SourceFile(io.RawIOBase):
             raise
         self._at += len(data)
         return data
+
+
+@contextmanager
+def arrow_file(
+    source: Source, size: int, options: pa.ipc.IpcReadOptions, where: str = ""
+) -> Iterator[pa.ipc.RecordBatchFileReader]:
+    """A reader of pyarrow over the source. Whatever is raised of the bytes meanwhile becomes a CorruptShardError.
+
+    What the source raises goes up as it is. where: what the text begins with. The block should do nothing else that may raise.
+    """
+    file = SourceFile(source, size)
+    try:
+        yield pa.ipc.open_file(pa.PythonFile(file, mode="r"), options=options)
+    except _OF_DAMAGE as error:
+        if file.error is not None:
+            raise file.error from None
+        if isinstance(error, (CorruptShardError, StorageError)):
+            raise
+        raise CorruptShardError(f"{where}pyarrow cannot read it: {error!r:.300}") from error
