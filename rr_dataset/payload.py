@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rr_dataset.errors import CorruptShardError, InvalidRoutingError
-from rr_dataset.live import merge_ranges, subtract_ranges
-from rr_dataset.record import RecordHead, RoutingRecord, RoutingSpec
-from rr_dataset.selection import Tokens, missing_by_layer, overlaps, stretches, token_ranges
+from rr_dataset.live import claim, merge_ranges
+from rr_dataset.record import Range, RecordHead, RoutingRecord, RoutingSpec
+from rr_dataset.selection import Held, TokenAxis, Tokens, held_ranges, missing_by_layer, stretches, token_ranges
 from rr_dataset.shard import TileRead, VectorRead, read_tiles
 from rr_dataset.snapshot import Located, Reader, Shard, Snapshot
 
@@ -24,6 +24,7 @@ NO_TOKEN_ID = -1  # stands where no row has the token's id, in a record of which
 NO_LOGPROB = np.nan
 
 BYTES_PER_THREAD = 4 << 20  # a millisecond of copying, in which another thread can copy too
+MAX_GAP_BYTES = 4 << 30  # of tokens that no row has: a row far away from position 0 must not take all memory
 BLOCK_BYTES = 32 << 20  # what one record that is kept may keep alive of its neighbours
 HUGE_PAGES_BYTES = 4 << 20  # numpy asks the kernel for huge pages from here on
 
@@ -78,44 +79,65 @@ class Draft:
         self._head = head
         self._rows = rows
         self._layers = layers
-        self._ranges = token_ranges(tokens, head.num_tokens, head.request_id)
-        self._length = sum(stop - start for start, stop in self._ranges)
-        shape = (len(layers), self._length, spec.top_k)
+        if isinstance(tokens, Held):
+            self._ranges = held_ranges(head)
+        else:
+            self._ranges = token_ranges(tokens, head.num_tokens, head.request_id)
+        self._axis = TokenAxis(self._ranges)
+        shape = (len(layers), len(self._axis), spec.top_k)
         self._out = out
         if out is None or not _fits(out, shape, spec.dtype):
-            self._experts = arrays.empty(shape, spec.dtype)
+            self._experts = self._empty(shape, spec.dtype, arrays)
         else:
             self._experts = out
         self._missing = missing_by_layer(head, layers, self._ranges)
         for layer, gaps in self._missing.items():
             for start, stop in gaps:
-                for first, a, b in overlaps(self._ranges, start, stop):
+                for first, a, b in self._axis.overlaps(start, stop):
                     self._experts[layers.index(layer), first : first + b - a] = 0
         self._vectors: dict[str, npt.NDArray[Any]] = {
-            name: np.full(self._length, filler, dtype)
+            name: np.full(len(self._axis), filler, dtype)
             for name, dtype, filler in _FILLERS
             if any(getattr(row, _HAS[name]) for row in head.rows)
         }
+
+    def _empty(self, shape: tuple[int, ...], dtype: str, arrays: Arrays) -> npt.NDArray[Any]:
+        """An array of any content. Raises InvalidRoutingError for one that would hold little but gaps, or for lack of memory."""
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        if size > MAX_GAP_BYTES:
+            held = sum(b - a for start, stop in held_ranges(self._head) for _, a, b in self._axis.overlaps(start, stop))
+            gaps = size - size // shape[1] * held
+            if gaps > MAX_GAP_BYTES:
+                raise self._too_large(size, f"{gaps} of them for tokens that no row has")
+        try:
+            return arrays.empty(shape, dtype)
+        except MemoryError as error:
+            raise self._too_large(size, "more than there is memory") from error
+
+    def _too_large(self, size: int, why: str) -> InvalidRoutingError:
+        return InvalidRoutingError(
+            f"{self._head.request_id!r} has {self._head.num_tokens} tokens; what is asked for takes {size} bytes, {why}: ask for "
+            "some with tokens= or layers="
+        )
 
     def reads(self) -> Iterator[tuple[Shard, TileRead | VectorRead]]:
         """What fills the arrays, and from which shard."""
         for tile in self._head.tiles:
             located = self._rows[tile.row.record_id]
             for first, end in stretches(self._layers, tile.layers):
-                for at, start, stop in overlaps(self._ranges, tile.start, tile.stop):
+                for at, start, stop in self._axis.overlaps(tile.start, tile.stop):
                     out = self._experts[first:end, at : at + stop - start]
                     yield located.shard, TileRead(located.number, self._layers[first:end], start, stop, out)
         for name, vector in self._vectors.items():
-            left = merge_ranges([(0, self._head.num_tokens)])
+            taken: list[Range] = []
             for row in self._head.rows:
                 if getattr(row, _HAS[name]):
                     span = ((row.token_start, row.token_stop),)
                     located = self._rows[row.record_id]
-                    for first, last in subtract_ranges(span, subtract_ranges(span, left)):
-                        for at, start, stop in overlaps(self._ranges, first, last):
+                    for first, last in claim(taken, span):
+                        for at, start, stop in self._axis.overlaps(first, last):
                             out = vector[at : at + stop - start]
                             yield located.shard, VectorRead(located.number, name, start, stop, out)
-                    left = subtract_ranges(left, span)
 
     def record(self) -> RoutingRecord:
         """The record, once everything was read."""

@@ -7,15 +7,26 @@ ranges of absolute positions in any order. Unlike in Python, nothing is clipped:
 from __future__ import annotations
 
 import operator
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from enum import Enum
+from itertools import accumulate, pairwise
 from typing import SupportsIndex, TypeGuard
 
 from rr_dataset.errors import InvalidRoutingError
 from rr_dataset.live import intersect_ranges, merge_ranges, subtract_ranges
 from rr_dataset.record import Range, RecordHead
 
-Tokens = slice | Sequence[Range] | None
 
+class Held(Enum):
+    """A selection of all that some layer has, and nothing between: for records whose gaps do not fit into memory."""
+
+    TOKENS = "held"
+
+
+Tokens = slice | Sequence[Range] | None | Held
+
+_START, _STOP = operator.itemgetter(0), operator.itemgetter(1)
 _EXPECTED = "expected None, a slice, or a list of (start, stop) ranges"
 
 
@@ -32,7 +43,7 @@ def token_ranges(tokens: Tokens, num_tokens: int, request_id: str) -> tuple[Rang
         first = _position(tokens.start, 0, num_tokens, tokens)
         last = _position(tokens.stop, num_tokens, num_tokens, tokens)
         asked: tuple[Range, ...] = ((first, last),) if first <= last or last < 0 else ((first, first),)
-    elif is_ranges(tokens):
+    elif not isinstance(tokens, Held) and is_ranges(tokens):
         asked = tuple((operator.index(start), operator.index(stop)) for start, stop in tokens)
     else:
         raise InvalidRoutingError(f"tokens={tokens!r}: {_EXPECTED}")
@@ -44,12 +55,17 @@ def token_ranges(tokens: Tokens, num_tokens: int, request_id: str) -> tuple[Rang
     return tuple(span for span in asked if span[0] < span[1])
 
 
+def held_ranges(head: RecordHead) -> tuple[Range, ...]:
+    """The positions that some layer has, sorted and disjoint."""
+    return merge_ranges((tile.start, tile.stop) for tile in head.tiles)
+
+
 def tokens_per_id(tokens: Tokens | Sequence[Tokens], count: int) -> Sequence[Tokens]:
     """One selection for each of `count` ids: the same for all, or one per id.
 
     A list of (start, stop) pairs is one selection for all. Raises InvalidRoutingError for another number of selections.
     """
-    if tokens is None or isinstance(tokens, slice) or is_ranges(tokens):
+    if tokens is None or isinstance(tokens, (slice, Held)) or is_ranges(tokens):
         return [tokens] * count
     if not isinstance(tokens, (list, tuple)):
         raise InvalidRoutingError(f"tokens={tokens!r}: {_EXPECTED}, or a list with one of these per id")
@@ -82,16 +98,28 @@ def missing_by_layer(head: RecordHead, layers: Sequence[int], ranges: Sequence[R
     return {layer: missing for layer, missing in gaps.items() if missing}
 
 
-def overlaps(ranges: Sequence[Range], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """(position on the token axis, start, stop) of each piece of `ranges` within start to stop."""
-    found = []
-    at = 0
-    for first, last in ranges:
-        a, b = max(first, start), min(last, stop)
-        if a < b:
-            found.append((at + a - first, a, b))
-        at += last - first
-    return found
+class TokenAxis:
+    """The token axis of an array: the positions of `ranges`, none empty, one range after the other."""
+
+    def __init__(self, ranges: Sequence[Range]) -> None:
+        self._ranges = ranges
+        self._offsets = (0, *accumulate(stop - start for start, stop in ranges))
+        self._rising = all(before[1] <= after[0] for before, after in pairwise(ranges))
+
+    def __len__(self) -> int:
+        return self._offsets[-1]
+
+    def overlaps(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(place on the axis, start, stop) of each piece of the ranges within the positions start to stop."""
+        found = []
+        first = bisect_right(self._ranges, start, key=_STOP) if self._rising else 0
+        end = bisect_left(self._ranges, stop, key=_START) if self._rising else len(self._ranges)
+        for number in range(first, end):
+            low, high = self._ranges[number]
+            a, b = max(low, start), min(high, stop)
+            if a < b:
+                found.append((self._offsets[number] + a - low, a, b))
+        return found
 
 
 def stretches(layers: Sequence[int], chosen: Sequence[int]) -> list[tuple[int, int]]:

@@ -18,7 +18,9 @@ import pyarrow as pa
 from rr_dataset.dataset import RoutingDataset, open_dataset
 from rr_dataset.errors import CorruptShardError, InvalidInputError
 from rr_dataset.layout import partition_path
+from rr_dataset.live import merge_ranges, subtract_ranges
 from rr_dataset.record import RecordHead, RoutingRecord, RoutingSpec
+from rr_dataset.selection import Held, TokenAxis, Tokens, held_ranges
 from rr_dataset.verify import Progress
 
 READ_BYTES = 64 << 20  # of records that are in memory together, or one that is larger
@@ -33,12 +35,15 @@ def read_records(
     prefix: str | Mapping[str, str | int] | None,
     layers: Sequence[int] | None,
     progress: Progress | None = None,
+    *,
+    gaps: bool = True,
 ) -> Iterator[RoutingRecord]:
     """All records under a prefix but the dropped ones, partition by partition, sorted within each; a few in memory.
 
+    gaps: with the tokens that no row has, zero, in their place; else only what some layer has, see `token_ranges`.
     progress: called with the bytes of the partitions that are done, and of all.
     """
-    records = _read_records(dataset, prefix, layers)
+    records = _read_records(dataset, prefix, layers, None if gaps else Held.TOKENS)
     return records if progress is None else _followed(records, dataset, prefix, progress)
 
 
@@ -58,24 +63,27 @@ def _followed(
 
 
 def _read_records(
-    dataset: RoutingDataset, prefix: str | Mapping[str, str | int] | None, layers: Sequence[int] | None
+    dataset: RoutingDataset, prefix: str | Mapping[str, str | int] | None, layers: Sequence[int] | None, tokens: Tokens
 ) -> Iterator[RoutingRecord]:
     spec = dataset.spec
     share = len(spec.check_layers(layers)) / spec.num_layers
     ids = dataset.ids(prefix)
     while some := list(islice(ids, _HEADS_AT_ONCE)):
         heads = [head for head in dataset.heads(some, on_missing="none") if head is not None]
-        for group in _groups([head for head in heads if head.status != "dropped"], spec.bytes_per_token * share):
-            for record in dataset.get_many(group, layers=layers, on_missing="none"):
+        there = [head for head in heads if head.status != "dropped"]
+        for group in _groups(there, spec.bytes_per_token * share, tokens):
+            for record in dataset.get_many(group, layers=layers, tokens=tokens, on_missing="none"):
                 if record is not None:
                     yield record
 
 
-def _groups(heads: Sequence[RecordHead], bytes_per_token: float) -> Iterator[list[str]]:
+def _groups(heads: Sequence[RecordHead], bytes_per_token: float, tokens: Tokens) -> Iterator[list[str]]:
     group: list[str] = []
     size = 0.0
     for head in heads:
-        more = head.num_tokens * bytes_per_token
+        whole = tokens is None or not head.missing
+        count = head.num_tokens if whole else sum(stop - start for start, stop in held_ranges(head))
+        more = count * bytes_per_token
         if group and size + more > READ_BYTES:
             yield group
             group, size = [], 0.0
@@ -114,7 +122,7 @@ def expert_counts(
     if not listed or unknown or len(set(by)) < len(by):
         raise InvalidInputError(f"by={by!r}: expected different names among {', '.join((*_PLAIN_KEYS, *components))}")
     counts: dict[tuple[Any, ...], npt.NDArray[np.int64]] = {}
-    for record in read_records(dataset, prefix, layers, progress):
+    for record in read_records(dataset, prefix, layers, progress, gaps=False):
         values: dict[str, Any] = dict(zip(components, record.components, strict=True))
         values |= {"run_id": record.run_id, "request_id": record.request_id}
         for layer, version, ids in _pieces(record, apart="weight_version" in by):
@@ -136,17 +144,19 @@ def expert_counts(
 def _pieces(record: RoutingRecord, *, apart: bool) -> Iterator[tuple[int, str | None, npt.NDArray[Any]]]:
     """(layer, weight version, ids) of all that is there; with `apart` each version by itself."""
     present = record.present()
-    spans: list[tuple[str | None, npt.NDArray[np.bool_]]] = [(None, np.ones(record.num_tokens, np.bool_))]
+    axis = TokenAxis(record.token_ranges)
+    told: list[tuple[str | None, int, int]] = []  # and where on the axis; the rest has no version
     if apart:
-        for start, stop, version in record.weights:
-            mask = np.zeros(record.num_tokens, np.bool_)
-            mask[start:stop] = True
-            spans.append((version, mask))
-            spans[0][1][start:stop] = False
-    for told, mask in spans:
-        if mask.any():
-            for i, layer in enumerate(record.layers):
-                yield layer, told, record.routed_experts[i][mask & present[i]].ravel()
+        told = [
+            (version, at, at + b - a)
+            for start, stop, version in record.weights
+            for at, a, b in axis.overlaps(start, stop)
+        ]
+    places = merge_ranges((first, last) for _, first, last in told)
+    untold = [(None, first, last) for first, last in subtract_ranges([(0, len(axis))], places)]
+    for version, first, last in (*untold, *told):
+        for i, layer in enumerate(record.layers):
+            yield layer, version, record.routed_experts[i, first:last][present[i, first:last]].ravel()
 
 
 def _table(counts: Mapping[tuple[Any, ...], npt.NDArray[np.int64]], by: Sequence[str], spec: RoutingSpec) -> pa.Table:
@@ -226,7 +236,7 @@ def to_long(
     if prefix is not None:
         dataset.keys.parse_prefix(prefix)
     schema = long_schema(spec)
-    records = read_records(dataset, prefix, layers)
+    records = read_records(dataset, prefix, layers, gaps=False)
     return pa.RecordBatchReader.from_batches(
         schema, (batch for each in records for batch in long_batches(each, schema))
     )
@@ -244,6 +254,9 @@ def long_batches(record: RoutingRecord, schema: pa.Schema) -> Iterator[pa.Record
     layers, tokens, top_k = record.routed_experts.shape
     present = record.present()
     whole = bool(present.all())
+    positions = np.concatenate(
+        [np.empty(0, np.int32), *(np.arange(*span, dtype=np.int32) for span in record.token_ranges)]
+    )
     step = max(1, LONG_ROWS // max(tokens * top_k, 1))
     for first in range(0, layers, step):
         ids = record.routed_experts[first : first + step]
@@ -251,7 +264,7 @@ def long_batches(record: RoutingRecord, schema: pa.Schema) -> Iterator[pa.Record
             part = ids[:, start : start + LONG_ROWS]
             shape = part.shape
             columns: list[npt.NDArray[Any]] = [
-                np.broadcast_to(np.arange(start, start + shape[1], dtype=np.int32)[None, :, None], shape),
+                np.broadcast_to(positions[start : start + shape[1]][None, :, None], shape),
                 np.broadcast_to(np.array(record.layers[first : first + step], np.int32)[:, None, None], shape),
                 np.broadcast_to(np.arange(top_k, dtype=np.int32)[None, None, :], shape),
                 part,

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from stored import SPEC, Stored, expected
 
 import rr_dataset as rr
+from rr_dataset.errors import InvalidRoutingError
 from rr_dataset.payload import HUGE_PAGES_BYTES, Arrays
+
+FAR = (1 << 31) - 8
 
 
 @pytest.fixture
@@ -140,3 +143,22 @@ def test_a_large_or_a_lone_array_stands_alone() -> None:
     assert Arrays(count=9).empty((1, HUGE_PAGES_BYTES, 1), "uint8").base is None
     assert Arrays(count=1).empty((2, 3, 4), "uint8").base is None
     assert Arrays(count=9).empty((2, 0, 4), "uint8").shape == (2, 0, 4)
+
+
+def test_a_row_far_away_takes_no_memory_for_what_lies_before_it(stored: Stored) -> None:
+    data = stored.put("far", 5, start=FAR, part=True)
+    with pytest.raises(InvalidRoutingError, match=r"'far' has 2147483645 tokens; .* 17179869160 bytes, .* tokens="):
+        stored.dataset.get("far")
+    got = stored.dataset.get("far", tokens=slice(FAR - 1, None))
+    np.testing.assert_array_equal(got.routed_experts[:, 1:], data.routed_experts)
+    assert got.missing == ((FAR - 1, FAR),)
+
+
+def test_lack_of_memory_says_how_much_and_the_way_out(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(self: Arrays, shape: tuple[int, ...], dtype: str) -> None:
+        raise MemoryError
+
+    stored.put("r", 5)
+    monkeypatch.setattr(Arrays, "empty", empty)
+    with pytest.raises(InvalidRoutingError, match=r"takes 40 bytes, more than there is memory: .* tokens="):
+        stored.dataset.get("r")

@@ -119,7 +119,7 @@ def test_overlaps_place_each_piece_on_the_token_axis(data: st.DataObject, length
     start = data.draw(st.integers(0, length))
     stop = data.draw(st.integers(start, length))
     axis = [p for a, b in ranges for p in range(a, b)]
-    got = {at + p - a: p for at, a, b in selection.overlaps(ranges, start, stop) for p in range(a, b)}
+    got = {at + p - a: p for at, a, b in selection.TokenAxis(ranges).overlaps(start, stop) for p in range(a, b)}
     assert got == {i: p for i, p in enumerate(axis) if start <= p < stop}
 
 
@@ -127,3 +127,11 @@ def test_stretches() -> None:
     assert selection.stretches((3, 4, 7), (3, 4, 7)) == [(0, 3)]
     assert selection.stretches((3, 4, 7, 9), (9, 3, 4)) == [(0, 2), (3, 4)]
     assert selection.stretches((3, 4), (7,)) == []
+
+
+def test_held_ranges_are_what_some_layer_has() -> None:
+    rows = [part(1, 2, 5, (3, 4), missing=((3, 4),)), part(2, 3, 6, (7,)), part(3, 90, 92, (9,))]
+    head = assemble(rows, SPEC)
+    assert head is not None
+    assert selection.held_ranges(head) == ((2, 6), (90, 92))
+    assert selection.tokens_per_id(selection.Held.TOKENS, 2) == [selection.Held.TOKENS] * 2

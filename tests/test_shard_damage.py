@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from in_memory import SPEC, Memory, fmt, put
+from stored import Stored
 from strategies import routing
 
 from rr_dataset.errors import CorruptShardError, NewerFormatError
@@ -207,3 +209,11 @@ def test_an_index_may_leave_out_defaults_and_say_them(monkeypatch: pytest.Monkey
         ("rollout", None, None, ())
     ] * 2
     assert routing(SPEC, 1, 1).dtype == index.spec.dtype
+
+
+@pytest.mark.parametrize(("start", "tokens"), [(1 << 31, 0), ((1 << 31) - 3, 4)])
+def test_a_row_beyond_the_last_position_is_corrupt(start: int, tokens: int, tmp_path: Path) -> None:
+    stored = Stored(tmp_path / "ds")
+    shard = stored.shard(stored.row("a:0:0:0", tokens, start=start, part=True))
+    with pytest.raises(CorruptShardError, match="token_start"):
+        read_index(Memory(shard.read_bytes()))

@@ -186,3 +186,20 @@ def test_loads(tmp_path: Path) -> None:
     assert (second.layer, second.busiest, second.dead, second.max_over_mean) == (2, 1, (), 4 / 3)
     assert rr.layer_loads(stored.root, layers=[2]) == (second,)
     assert rr.LayerLoad(0, 0, (0, 0)).max_over_mean == 0
+
+
+def test_a_row_far_away_is_counted_without_what_lies_before_it(stored: Stored) -> None:
+    far = (1 << 31) - 10
+    stored.put("a:0:0:0", 3, part=True, weights="v1")
+    stored.put("a:0:0:0", 4, start=far, part=True, missing=((far + 1, far + 2),), weights="v2")
+    stored.put("a:1:0:0", 2)
+    table = rr.to_long(stored.root).read_all().to_pylist()
+    tokens = {(row["request_id"], row["token"]) for row in table}
+    near = {("a:0:0:0", token) for token in (0, 1, 2, far, far + 2, far + 3)}
+    assert tokens == near | {("a:1:0:0", 0), ("a:1:0:0", 1)}
+    counts = rr.expert_counts(stored.root, by=["weight_version"]).to_pylist()
+    per_token = len(SPEC.moe_layers) * SPEC.top_k
+    sums = Counter[str | None]()
+    for row in counts:
+        sums[row["weight_version"]] += row["count"]
+    assert sums == {"v1": 3 * per_token, "v2": 3 * per_token, None: 2 * per_token}

@@ -92,7 +92,7 @@ def export(
         with _created(path) as file:
             pq.write_table(table, file, compression="zstd")
         return ExportReport(1, 0, path.stat().st_size)
-    records = read_records(dataset, prefix, layers, progress)
+    records = read_records(dataset, prefix, layers, progress, gaps=format != "long")
     if format in ("npz", "safetensors"):
         return _per_record(records, dataset.keys, folder, format)
     return _per_partition(records, dataset, folder, format, dataset.spec.check_layers(layers))

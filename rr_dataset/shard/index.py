@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from rr_dataset.errors import CorruptShardError, InvalidInputError, NewerFormatError
-from rr_dataset.layout import FORMAT_VERSION
+from rr_dataset.layout import FORMAT_VERSION, read_json
 from rr_dataset.options import COMPRESSIONS
 from rr_dataset.record import PRODUCERS, STATUSES, RoutingSpec, Row, RowData
 from rr_dataset.schema import LAYER_COLUMN, VECTORS
@@ -28,6 +29,7 @@ from rr_dataset.shard.arrow import TRAILER_BYTES, footer_length, read_footer
 INDEX_KEY = "rr.index"
 CHECKSUM_KEY = "rr.index_xxh3"
 TAIL_BYTES = 64 << 10  # holds the footer of a shard of a few hundred rows
+MAX_POSITION = (1 << 31) - 1  # tokens of a record: the long form counts them in int32
 MAX_COLUMN_BYTES = (1 << 31) - 1  # Arrow's 32-bit offsets
 
 Ints = npt.NDArray[np.int64]
@@ -254,7 +256,7 @@ def read_index(source: Source) -> ShardIndex:
             _corrupt(f"its footer has no {INDEX_KEY} and {CHECKSUM_KEY}: it was not written by rr_dataset")
         if xxhash.xxh3_64_hexdigest(text).encode() != checksum:
             _corrupt(f"its {INDEX_KEY} does not have the checksum in {CHECKSUM_KEY}: it is damaged")
-        return _decode(json.loads(text), num_columns, num_batches, size - TRAILER_BYTES - length)
+        return _decode(read_json(text, INDEX_KEY), num_columns, num_batches, size - TRAILER_BYTES - length)
     except (ValueError, RecursionError) as error:
         if isinstance(error, (CorruptShardError, NewerFormatError)):
             raise
@@ -425,6 +427,9 @@ def _decode_rows(read: _Reader, num_tokens: list[int], present: list[PresentColu
     tags = list(map(dict, read.column("tags", _OBJECT)))
     if not all(type(text) is str for row in tags for text in row.values()):
         _corrupt(f"tags has {tags!r:.80}, expected texts")
+    starts = read.integers("token_start", MAX_POSITION)
+    if max(map(operator.add, starts, num_tokens)) > MAX_POSITION:
+        _corrupt(f"token_start is {starts!r:.80}, expected rows that end at {MAX_POSITION} or before")
     return tuple(
         map(
             Row,
@@ -433,7 +438,7 @@ def _decode_rows(read: _Reader, num_tokens: list[int], present: list[PresentColu
             zip(*components, strict=True),
             read.column("choice", _INT_OR_NULL),
             read.integers("t_submit", (1 << 64) - 1),
-            read.integers("token_start", (1 << 63) - 1),
+            starts,
             num_tokens,
             read.column("part", _BOOL),
             read.one_of("status", STATUSES),
