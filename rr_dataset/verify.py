@@ -181,16 +181,24 @@ class _Run:
                 yield Problem("empty", path, "a directory without a file; gc removes it")
             for name in directories:
                 yield Problem("foreign", f"{path}/{name}", "a directory within a partition; readers pass it over")
+            yield from self._special(path)
             return
         for entry in self._storage.list(path):
             if not entry.name.startswith(_OWN_PREFIXES):
                 yield Problem("foreign", _join(path, entry.name), "a file outside the partitions; readers pass it over")
+        yield from self._special(path)
         for name in directories:
             pairs = parse_partition(name)
             if pairs is not None and pairs[0][0] == names[0]:
                 yield from self._level(_join(path, name), names[1:])
             elif not name.startswith(_OWN_PREFIXES):
                 yield Problem("foreign", _join(path, name), f"a directory that is no {names[0]}=<value>")
+
+    def _special(self, path: str) -> Iterator[Problem]:
+        for name in sorted(self._storage.list_others(path)):
+            if not name.startswith(_OWN_PREFIXES):
+                text = "a link, a pipe or the like; readers of a directory pass it over"
+                yield Problem("foreign", _join(path, name), text)
 
     def _is_old(self, path: str) -> bool:
         """Whether a directory has been as it is for so long that nobody is about to fill or remove it."""

@@ -32,6 +32,10 @@ class MemoryStorage:
         rest = (key[len(start) :] for key in self.objects if key.startswith(start))
         return list({name.partition("/")[0]: None for name in rest if "/" in name})
 
+    def list_others(self, path: str) -> list[str]:
+        """There is nothing else."""
+        return []
+
     def changed_ns(self, path: str) -> None:
         """It does not tell."""
 

@@ -173,6 +173,9 @@ class SteppedStorage:
         self.step("list_dirs", path)
         return self.inner.list_dirs(path)
 
+    def list_others(self, path: str) -> list[str]:
+        return []
+
     def changed_ns(self, path: str) -> int | None:
         return None
 

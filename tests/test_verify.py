@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import time
+import warnings
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from damaged import damage, kinds, only, payload_byte, rewritten, rows_of
 from stored import SPEC, WRITER, Stored
 
 import rr_dataset as rr
+from rr_dataset.errors import CorruptShardError
 from rr_dataset.layout import ShardName, partition_path
 from rr_dataset.record import RowData
 from rr_dataset.shard import build_shard
@@ -402,3 +406,37 @@ def test_shards_that_keep_vanishing(stored: Stored, monkeypatch: pytest.MonkeyPa
 
 def test_the_function_keeps_its_name_beside_its_module() -> None:
     assert importlib.import_module("rr_dataset.verify").verify is rr.verify
+
+
+def test_links_and_pipes_are_told(stored: Stored) -> None:
+    path = stored.shard(stored.row("a:0:0:0"))
+    link, pipe = (path.with_name(path.name.replace("-1.arrow", f"-{i}.arrow")) for i in (2, 3))
+    link.symlink_to(path)
+    os.mkfifo(pipe)
+    (stored.root / "data_id=s").symlink_to(path.parent)
+    report = rr.verify(stored.root)
+    named = [stored.root / "data_id=s", link, pipe]
+    assert [(each.kind, stored.root / each.path) for each in report.problems] == [("foreign", at) for at in named]
+    assert report.shards == 1
+    assert stored.dataset.get("a:0:0:0").num_tokens == 5
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_whatever_pyarrow_makes_of_a_damaged_byte_is_a_problem_or_harmless(stored: Stored, compression: str) -> None:
+    path = stored.shard(*rows_of(stored, "a", tags={"k": "v"}), compression=compression)
+    good = path.read_bytes()
+    found = set()
+    for at in range(3, len(good) - 3000, 47):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 0xFF]) + good[at + 1 :])
+        found.update(problem.kind for problem in rr.verify(stored.root).problems)
+        with suppress(CorruptShardError), warnings.catch_warnings():
+            warnings.simplefilter("ignore", rr.RoutingDatasetWarning)
+            list(rr.open_dataset(stored.root).scan())
+    assert "arrow" in found
+
+
+def test_a_column_s_name_that_is_no_text_is_a_problem(stored: Stored) -> None:
+    path = stored.shard(stored.row("a:0:0:0"))
+    damage(path, lambda data: data[: (at := data.rindex(b"layer_004"))] + b"\xff" + data[at + 1 :])
+    problem = only(rr.verify(stored.root))
+    assert (problem.kind, "UnicodeDecodeError" in problem.text) == ("arrow", True)

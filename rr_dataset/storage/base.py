@@ -53,6 +53,9 @@ class Storage(Protocol):
     def list_dirs(self, path: str) -> Names:
         """The names of the directories directly under `path`, in no order."""
 
+    def list_others(self, path: str) -> Names:
+        """The names directly under `path` of what is neither, such as links and pipes; a store may have no such thing."""
+
     def changed_ns(self, path: str) -> int | None:
         """When a name in the directory was last made or removed, by the clock of the store (Unix time in ns).
 

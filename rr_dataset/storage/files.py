@@ -25,12 +25,14 @@ _WAYS_OUT = {
     errno.EDQUOT: "raise the quota, or delete prefixes",
     errno.EACCES: "check the owner and mode of its directory",
     errno.EROFS: "remount it for writing",
+    errno.ELOOP: "it is a link: replace it by the file itself",
+    errno.ESPIPE: "it is no regular file: remove it",
     errno.EXDEV: "the whole dataset must lie on one file system",
 }
 
 
 class LocalSource:
-    """An open file. Reads go to the descriptor, from any thread; the file stays readable after it is unlinked."""
+    """An open file, never a link or a pipe. Reads go to the descriptor, from any thread; the file stays readable after it is unlinked."""
 
     max_gap_bytes = _MAX_GAP_BYTES
 
@@ -38,8 +40,12 @@ class LocalSource:
         self._path = path
         self._fd = -1
         with StorageErrors(path):
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self.size = os.lseek(self._fd, 0, os.SEEK_END)
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                self.size = os.lseek(self._fd, 0, os.SEEK_END)
+            except OSError:  # a pipe
+                self.close()
+                raise
 
     def tail(self, length: int) -> bytes:
         """The last `length` bytes; all of them, if there are fewer."""
