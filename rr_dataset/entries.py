@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rr_dataset.errors import CorruptSpoolError, FormatError, InvalidInputError
-from rr_dataset.intake import MAX_POSITION
 from rr_dataset.layout import DatasetFormat
-from rr_dataset.record import STATUSES, Range, RoutingSpec, Row, RowData, Span
+from rr_dataset.record import MAX_POSITION, STATUSES, Range, RoutingSpec, Row, RowData, Span
 from rr_dataset.slab import DELETE, DROP, PUT, Entry, SlabContents, array_offsets
 from rr_dataset.tombstones import Tombstone, TombstoneSet
 

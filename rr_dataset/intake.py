@@ -19,10 +19,9 @@ import numpy.typing as npt
 
 from rr_dataset.errors import InvalidRoutingError
 from rr_dataset.layout import DatasetFormat
-from rr_dataset.record import LAYOUTS, STATUSES, Range, RoutingSpec, Span
+from rr_dataset.record import LAYOUTS, MAX_POSITION, STATUSES, Range, RoutingSpec, Span
 from rr_dataset.slab import array_offsets
 
-MAX_POSITION = (1 << 31) - 1  # no request is longer, and readers allocate by it
 MAX_META_BYTES = 1_000_000  # so that the row of a drop fits a control slab, whatever its put said
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 _encode = json.JSONEncoder(separators=(",", ":")).encode

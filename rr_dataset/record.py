@@ -25,6 +25,7 @@ LAYOUTS = ("TLK", "LTK")
 DTYPES = ("uint8", "uint16", "uint32")
 TOPK_ORDERS = ("preserve", "sorted")
 STATUSES = ("complete", "partial", "preempted", "aborted", "dropped")  # from best to worst
+MAX_POSITION = (1 << 31) - 1  # no request is longer; the long form counts tokens in int32, and readers allocate by it
 PRODUCERS = ("rollout", "trainer")
 
 # DeepSeek and GLM; Qwen; Qwen as transformers 5 saves it; ERNIE. First the native name: FastDeploy copies it to the last.

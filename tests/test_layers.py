@@ -44,7 +44,7 @@ ROWS = (
         "stats",
         "interchange",
     ),
-    ("publisher", "recovery", "worker", "doctor", "trainer", "demo", "cli"),
+    ("entries", "publisher", "recovery", "worker", "doctor", "trainer", "demo", "cli"),
 )
 # What each row may import besides the standard library. The fronts may import anything.
 THIRD_PARTY = (

@@ -22,14 +22,13 @@ import xxhash
 from rr_dataset.errors import CorruptShardError, InvalidInputError, NewerFormatError
 from rr_dataset.layout import FORMAT_VERSION, read_json
 from rr_dataset.options import COMPRESSIONS
-from rr_dataset.record import PRODUCERS, STATUSES, RoutingSpec, Row, RowData
+from rr_dataset.record import MAX_POSITION, PRODUCERS, STATUSES, RoutingSpec, Row, RowData
 from rr_dataset.schema import LAYER_COLUMN, VECTORS
 from rr_dataset.shard.arrow import TRAILER_BYTES, footer_length, read_footer
 
 INDEX_KEY = "rr.index"
 CHECKSUM_KEY = "rr.index_xxh3"
 TAIL_BYTES = 64 << 10  # holds the footer of a shard of a few hundred rows
-MAX_POSITION = (1 << 31) - 1  # tokens of a record: the long form counts them in int32
 MAX_COLUMN_BYTES = (1 << 31) - 1  # Arrow's 32-bit offsets
 
 Ints = npt.NDArray[np.int64]
