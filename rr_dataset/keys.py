@@ -81,11 +81,6 @@ class Prefix:
         """Whether a row may match whose component number `level` has this value."""
         return self.components[level] in (None, value)
 
-    def partition_values(self, scheme: KeyScheme) -> tuple[str, ...] | None:
-        """The values of the path levels when all of them are pinned (then one partition holds every match), else None."""
-        values = tuple(value for value in self.components[: scheme.partition_by] if value is not None)
-        return values if len(values) == scheme.partition_by else None
-
 
 @dataclass(frozen=True)
 class Glob:

@@ -281,13 +281,6 @@ def test_partitions_take_the_leading_components() -> None:
     assert UUID.partition(UUID.parse("ab").components) == (("bucket", str(crc32(b"ab") % 256)),)
 
 
-def test_a_prefix_tells_whether_it_pins_its_partition() -> None:
-    assert FD.parse_prefix("a:1").partition_values(FD) == ("a",)
-    assert FD.parse_prefix({"gen_id": 1}).partition_values(FD) is None
-    assert FD2.parse_prefix("a").partition_values(FD2) is None
-    assert FD2.parse_prefix("a:1:2").partition_values(FD2) == ("a", "1")
-
-
 def test_buckets_stay_in_range_and_do_not_depend_on_the_process() -> None:
     scheme = KeyScheme.uuid(buckets=7)
     assert {scheme.parse(f"id-{i}").components[0] for i in range(300)} == {str(n) for n in range(7)}
