@@ -34,7 +34,7 @@ class WriterOptions:
     on_full: str = "block"  # short stalls cost time, not records
     block_timeout_s: float = 0.1  # once per outage: below what a serving loop's watchdog notices
     spool_sync: bool = False  # True: msync and payload checksum in the engine, for a spool that outlives its host
-    compression: str = "none"  # raw reads are several times faster (benchmark compact-get); compaction compresses better
+    compression: str = "none"  # raw reads are several times faster; compaction compresses better
     run_id: str = field(default_factory=_default_run_id)
     worker_nice: int = 5  # serving goes first
     drain_timeout_s: float = 20.0  # below the 30 s that orchestrators give before SIGKILL
