@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,7 +27,7 @@ _T = TypeVar("_T")
 
 _OWN_DIR = FORMAT_PATH.partition("/")[0]
 _DIR_SYNC_THREADS = 4  # a disk flushes several at once
-_MAX_DIR_REMOVALS = 1000  # in a row, each between a mkdir and the next call: a deleter cannot win that often
+_DIR_REMOVALS_S = 10.0  # how long a deleter may keep removing the directory that a create has just made
 _NO_SUCH_PARTS = frozenset(("", ".", ".."))
 _NOT_REMOVABLE = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY))  # `.nfs*` leftovers of open files too
 
@@ -173,7 +174,8 @@ class LocalStorage:
 
     def _making(self, directory: str, action: Callable[[], _T]) -> _T:
         """What `action` returns; while its directory is missing, make that and try again."""
-        for _ in range(_MAX_DIR_REMOVALS):
+        until_s = time.monotonic() + _DIR_REMOVALS_S
+        while time.monotonic() < until_s:
             with suppress(FileNotFoundError):
                 return action()
             if not os.path.isdir(f"{self._root}/{_OWN_DIR}"):
