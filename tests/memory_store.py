@@ -16,6 +16,9 @@ from rr_dataset.storage import Buffer, Entry
 class MemoryStorage:
     """Objects by path."""
 
+    is_remote = False
+    requests_at_once = 4
+
     def __init__(self, uri: str = "memory") -> None:
         self.uri = uri
         self.objects: dict[str, bytes] = {}
@@ -39,7 +42,7 @@ class MemoryStorage:
     def changed_ns(self, path: str) -> None:
         """It does not tell."""
 
-    def open(self, path: str) -> MemorySource:
+    def open(self, path: str, entry: Entry | None = None) -> MemorySource:
         """Ranged reads of what has this name now and then."""
         self.read_bytes(path)
         return MemorySource(self, path)

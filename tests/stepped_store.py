@@ -93,6 +93,9 @@ STORE = -1  # the host of the store
 class SteppedStorage:
     """Another store, step by step. `arrived(path)` is told of each object that is there now by a create."""
 
+    is_remote = False
+    requests_at_once = 4
+
     def __init__(
         self, inner: Storage, time: Time, others: Callable[[Any], None], arrived: Callable[[str, bytes], None]
     ) -> None:
@@ -179,7 +182,7 @@ class SteppedStorage:
     def changed_ns(self, path: str) -> int | None:
         return None
 
-    def open(self, path: str) -> OpenSource:
+    def open(self, path: str, entry: Entry | None = None) -> OpenSource:
         self.step("open", path)
         return self.inner.open(path)
 

@@ -20,6 +20,7 @@ class Entry(NamedTuple):
     name: str
     size: int
     mtime_s: float
+    etag: str = ""  # changes with the content; "" where the store has none
 
 
 Entries = list[Entry]  # within `Storage`, `list` is a method
@@ -44,6 +45,14 @@ class Storage(Protocol):
     def uri(self) -> str:
         """What `open_storage` takes to open this store again, from any working directory."""
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether each request crosses a network: a caller saves round trips there, if need be by one request more."""
+
+    @property
+    def requests_at_once(self) -> int:
+        """How many requests side by side still make a caller faster, each from a thread of its own."""
+
     def list(self, path: str) -> Entries:
         """The objects directly under `path`, in no order; a missing directory is an empty one.
 
@@ -62,8 +71,11 @@ class Storage(Protocol):
         None where the store does not tell, or there is no such directory. Changes within one tick of that clock look alike.
         """
 
-    def open(self, path: str) -> OpenSource:
-        """Open for ranged reads. Raises ObjectNotFoundError."""
+    def open(self, path: str, entry: Entry | None = None) -> OpenSource:
+        """Open for ranged reads. Raises ObjectNotFoundError.
+
+        entry: of the object in a listing; a remote store then asks nothing now, and the first read raises what is wrong.
+        """
 
     def read_bytes(self, path: str) -> bytes:
         """The whole object. Raises ObjectNotFoundError."""

@@ -26,7 +26,6 @@ from rr_dataset.storage.files import LocalSource, StorageErrors, publish, sync_d
 _T = TypeVar("_T")
 
 _OWN_DIR = FORMAT_PATH.partition("/")[0]
-_DIR_SYNC_THREADS = 4  # a disk flushes several at once
 _DIR_REMOVALS_S = 10.0  # how long a deleter may keep removing the directory that a create has just made
 _NO_SUCH_PARTS = frozenset(("", ".", ".."))
 _NOT_REMOVABLE = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY))  # `.nfs*` leftovers of open files too
@@ -34,6 +33,9 @@ _NOT_REMOVABLE = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY))  # `.nf
 
 class LocalStorage:
     """A directory as a store: see `Storage` for what its methods promise."""
+
+    is_remote = False
+    requests_at_once = 4  # a disk flushes several at once
 
     def __init__(self, root: str) -> None:
         self._root = os.path.abspath(root)
@@ -78,7 +80,7 @@ class LocalStorage:
             except FileNotFoundError:
                 return None
 
-    def open(self, path: str) -> LocalSource:
+    def open(self, path: str, entry: Entry | None = None) -> LocalSource:  # noqa: ARG002 -- what is opened here is looked at
         """Open for ranged reads. Raises ObjectNotFoundError."""
         return LocalSource(self._absolute(path))
 
@@ -124,11 +126,11 @@ class LocalStorage:
             while absolute not in directories:
                 directories.add(absolute)
                 absolute = os.path.dirname(absolute)
-        if len(directories) <= _DIR_SYNC_THREADS:
+        if len(directories) <= self.requests_at_once:
             for directory in directories:
                 sync_dir(directory)
             return
-        with ThreadPoolExecutor(_DIR_SYNC_THREADS) as pool:
+        with ThreadPoolExecutor(self.requests_at_once) as pool:
             for _ in pool.map(sync_dir, directories):
                 pass
 
