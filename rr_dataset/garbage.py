@@ -15,7 +15,7 @@ Of the whole dataset:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -121,8 +121,7 @@ class Collector:
         """Step 3. A live create whose file goes all the same fails, and is tried again."""
         old_s = self._now_ms() / 1000 - MARGIN_S - self._format.max_clock_skew_s
         count = size = 0
-        for folder in self._storage.list_dirs(STAGING_DIR):
-            path = f"{STAGING_DIR}/{folder}"
+        for path in self._below(STAGING_DIR):
             changed_ns = self._storage.changed_ns(path)
             entries = self._storage.list(path)
             old = [entry for entry in entries if entry.mtime_s < old_s]
@@ -132,3 +131,9 @@ class Collector:
                 if len(old) == len(entries) and (changed_ns is None or changed_ns < old_s * 1e9):
                     self._storage.remove_empty_dirs(path)
         return GarbageReport(staged=count, staged_bytes=size)
+
+    def _below(self, path: str) -> Iterator[str]:
+        """All directories below, the deepest first."""
+        for name in self._storage.list_dirs(path):
+            yield from self._below(f"{path}/{name}")
+            yield f"{path}/{name}"

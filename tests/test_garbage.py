@@ -96,9 +96,9 @@ def test_skew_makes_grace_longer(root: Path) -> None:
 
 def test_staging_goes_when_no_create_can_still_run(root: Path) -> None:
     Stored(root)
-    for writer in ("dead", "idle"):
+    for writer in ("dead/9f.d/gen_id=1", "idle"):
         (root / "_rr/tmp" / writer).mkdir(parents=True)
-    (root / "_rr/tmp/dead/half").write_bytes(b"12345")
+    (root / "_rr/tmp/dead/9f.d/gen_id=1/half").write_bytes(b"12345")
     early, late = now_ms() + int((MARGIN_S - 10) * 1000), now_ms() + int((MARGIN_S + 10) * 1000)
     assert collect_at(root, early).staged == 0
     assert len(list((root / "_rr/tmp").iterdir())) == 2

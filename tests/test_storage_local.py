@@ -339,3 +339,25 @@ def test_a_link_or_a_pipe_is_listed_apart_and_not_opened(tmp_path: Path) -> None
         with pytest.raises(StorageError, match=f"it is .*d/{name}"):
             storage.open(f"d/{name}")
     assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
+@pytest.mark.parametrize("path", ["data_id=a/1.arrow", "data_id=a/gen_id=1/1.arrow"])
+@pytest.mark.parametrize("other", [None, "data_id=a/2.arrow", "data_id=a/gen_id=1/2.arrow"])
+def test_a_directory_that_never_stays_empty_comes_filled(
+    storage: Storage, medium: LocalMedium, monkeypatch: pytest.MonkeyPatch, path: str, other: str | None
+) -> None:
+    if other is not None:
+        medium.put(other)
+    mkdir = os.mkdir
+
+    def lost(target: str, *args: object) -> None:  # a deleter is always a step ahead
+        mkdir(target)
+        if "data_id" in target and "_rr" not in target:
+            os.rmdir(target)
+
+    monkeypatch.setattr(os, "mkdir", lost)
+    assert storage.create(path, b"x", staging=WRITER) is True
+    assert storage.create(path, b"y", staging=WRITER) is False
+    assert medium.get(path) == b"x"
+    assert medium.objects() == {path} | ({other} if other else set())
+    assert medium.names(f"_rr/tmp/{WRITER}") == []

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
-from rr_dataset.errors import InvalidInputError
+from rr_dataset.errors import InvalidInputError, StorageError
 from rr_dataset.layout import FORMAT_PATH, STAGING_DIR
 from rr_dataset.storage.base import Buffer, Entries, Entry, Names
 from rr_dataset.storage.files import LocalSource, StorageErrors, publish, sync_dir, write_all
@@ -26,7 +25,8 @@ from rr_dataset.storage.files import LocalSource, StorageErrors, publish, sync_d
 _T = TypeVar("_T")
 
 _OWN_DIR = FORMAT_PATH.partition("/")[0]
-_DIR_REMOVALS_S = 10.0  # how long a deleter may keep removing the directory that a create has just made
+_TRIES = 3  # at a directory that somebody removes while it is empty; then it comes filled
+_MOVES = 1000  # of filled ones: each is lost only to another's file that was there for a moment
 _NO_SUCH_PARTS = frozenset(("", ".", ".."))
 _NOT_REMOVABLE = frozenset((errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY))  # `.nfs*` leftovers of open files too
 
@@ -110,7 +110,10 @@ class LocalStorage:
                     os.fsync(fd)
                 finally:
                     os.close(fd)
-                self._making(path.rpartition("/")[0], lambda: publish(stage, target))
+                try:
+                    self._making(path.rpartition("/")[0], lambda: publish(stage, target))
+                except FileNotFoundError:
+                    self._move_in(stage, path)
             except FileExistsError:
                 return False
             finally:
@@ -175,17 +178,50 @@ class LocalStorage:
                 return []
 
     def _making(self, directory: str, action: Callable[[], _T]) -> _T:
-        """What `action` returns; while its directory is missing, make that and try again."""
-        until_s = time.monotonic() + _DIR_REMOVALS_S
-        while time.monotonic() < until_s:
+        """What `action` returns; where its directory is missing, make that and try again, a few times."""
+        for _ in range(_TRIES):
             with suppress(FileNotFoundError):
                 return action()
-            if not os.path.isdir(f"{self._root}/{_OWN_DIR}"):
-                text = f"The dataset is gone, there is no {_OWN_DIR} (is it still mounted?)"
-                raise FileNotFoundError(errno.ENOENT, text, self._root)
+            self._check_own_dir()
             with suppress(FileNotFoundError):  # a deleter removed an ancestor in between
                 self._make_dirs(directory)
         return action()
+
+    def _check_own_dir(self) -> None:
+        if not os.path.isdir(f"{self._root}/{_OWN_DIR}"):
+            text = f"The dataset is gone, there is no {_OWN_DIR} (is it still mounted?)"
+            raise FileNotFoundError(errno.ENOENT, text, self._root)
+
+    def _move_in(self, stage: str, path: str) -> None:
+        """Give a staged file its name in a directory that deleters keep removing: together with that directory.
+
+        A directory that holds the file already is renamed to the missing or empty one, so nobody finds it empty. Raises
+        FileExistsError if the name is taken.
+        """
+        *parents, name = path.split("/")
+        for move in range(_MOVES):
+            self._check_own_dir()
+            depth = move % (len(parents) + 1)
+            inner = f"{stage}.d/{'/'.join(parents[depth + 1 :])}".rstrip("/")
+            try:
+                if depth == len(parents):  # each level holds something: then they stay for a moment
+                    publish(stage, f"{self._root}/{path}")
+                    return
+                os.makedirs(inner)
+                os.rename(stage, f"{inner}/{name}")
+                os.rename(f"{stage}.d", f"{self._root}/{'/'.join(parents[: depth + 1])}")
+                return  # noqa: TRY300 -- what is left is the way back
+            except OSError as error:
+                if depth == len(parents) and not isinstance(error, FileNotFoundError):
+                    raise
+                if error.errno not in (*_NOT_REMOVABLE, errno.ENOENT):
+                    raise
+            finally:
+                with suppress(FileNotFoundError):
+                    os.rename(f"{inner}/{name}", stage)
+                with suppress(FileNotFoundError):
+                    os.removedirs(inner)
+        raise StorageError(errno.EBUSY, f"Others removed its directory {_MOVES} times while it was made", path)
 
     def _make_dirs(self, directory: str) -> None:
         """mkdir -p under the root; never of `_rr`, which whoever founds the dataset has made."""
