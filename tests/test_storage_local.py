@@ -353,7 +353,7 @@ def test_a_directory_that_never_stays_empty_comes_filled(
     def lost(target: str, *args: object) -> None:  # a deleter is always a step ahead
         mkdir(target)
         if "data_id" in target and "_rr" not in target:
-            os.rmdir(target)
+            Path(target).rmdir()
 
     monkeypatch.setattr(os, "mkdir", lost)
     assert storage.create(path, b"x", staging=WRITER) is True

@@ -6,7 +6,7 @@ mounts) publish with renameat2(RENAME_NOREPLACE); where that is missing too, cre
 """
 
 # Text paths and os calls: pathlib would cost more than the calls on the hot path.
-# ruff: noqa: PTH100, PTH102, PTH106, PTH108, PTH112, PTH116, PTH120
+# ruff: noqa: PTH100, PTH102, PTH103, PTH104, PTH106, PTH108, PTH112, PTH116, PTH120
 
 from __future__ import annotations
 
