@@ -56,10 +56,11 @@ if TYPE_CHECKING:
     from rr_dataset.interchange.export import ExportReport, export
     from rr_dataset.interchange.fastdeploy import ImportReport, Refused, import_fastdeploy
     from rr_dataset.maintain import MaintainReport, maintain
+    from rr_dataset.receipt import FlushReport, Receipt
     from rr_dataset.recovery import SpoolReport, recover
     from rr_dataset.stats import LayerLoad, expert_counts, layer_loads, to_long
     from rr_dataset.verify import Problem, VerifyReport, verify
-    from rr_dataset.writer import FlushReport, Receipt, RoutingWriter
+    from rr_dataset.writer import RoutingWriter
 
 _LAZY = {
     "CompactReport": "rr_dataset.compactor",
@@ -95,8 +96,8 @@ _LAZY = {
     "verify": "rr_dataset.verify",
     "SpoolReport": "rr_dataset.recovery",
     "recover": "rr_dataset.recovery",
-    "FlushReport": "rr_dataset.writer",
-    "Receipt": "rr_dataset.writer",
+    "FlushReport": "rr_dataset.receipt",
+    "Receipt": "rr_dataset.receipt",
     "RoutingWriter": "rr_dataset.writer",
 }
 

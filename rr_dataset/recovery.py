@@ -23,7 +23,7 @@ from rr_dataset.layout import FORMAT_PATH
 from rr_dataset.publish import last_publish_ms
 from rr_dataset.publisher import UNPUBLISHED, Published, Publisher, open_slab, slabs_in
 from rr_dataset.slab import ASIDE, DELETE, read_identity, read_state
-from rr_dataset.spool import remove_directory, sort_out
+from rr_dataset.spool_place import remove_directory, sort_out
 from rr_dataset.storage import open_storage
 
 RECOVERED, LEFT, LIVING = "recovered", "left", "living"

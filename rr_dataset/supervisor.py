@@ -22,7 +22,8 @@ from typing import Any
 from rr_dataset import errors
 from rr_dataset.options import WriterOptions
 from rr_dataset.slab import Batch
-from rr_dataset.spool import LOG_NAME, Spool
+from rr_dataset.spool import Spool
+from rr_dataset.spool_place import LOG_NAME
 
 MAX_RESTARTS = 10  # in a row
 HEALTHY_S = 60.0  # a worker that lived so long, or published something, begins a new row

@@ -31,7 +31,7 @@ from rr_dataset.publisher import UNPUBLISHED, Publisher, slabs_in
 from rr_dataset.record import RoutingSpec
 from rr_dataset.recovery import LEFT, LIVING, SpoolReport, adopt
 from rr_dataset.slab import ASIDE, SEALED, read_state
-from rr_dataset.spool import remove_directory
+from rr_dataset.spool_place import remove_directory
 from rr_dataset.storage import open_storage
 from rr_dataset.supervisor import LOG_BYTES, Channel
 

@@ -8,7 +8,8 @@ from typing import Any
 import rr_dataset as rr
 from rr_dataset.clock import HybridClock, wall_ms
 from rr_dataset.recovery import SpoolReport, adopt
-from rr_dataset.spool import Spool, spools_of
+from rr_dataset.spool import Spool
+from rr_dataset.spool_place import spools_of
 from tests.engines import SPEC, experts
 from tests.spooled import WRITER, make_spool, publisher_of, put
 

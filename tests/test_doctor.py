@@ -18,11 +18,12 @@ import pytest
 
 import rr_dataset as rr
 from cli.main import main
-from rr_dataset import spool
+from rr_dataset import spool_place as places
 from rr_dataset.doctor import judge, nearest_folder, probe
 from rr_dataset.doctor.judge import HeldSpool, Mount
 from rr_dataset.layout import FORMAT_PATH, STAGING_DIR
 from rr_dataset.options import MIB
+from rr_dataset.spool import Spool
 
 ROOT = Path(__file__).parents[1]
 SPEC = rr.RoutingSpec(moe_layers=(1, 2), num_experts=64, top_k=4)
@@ -40,7 +41,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     host = SimpleNamespace(all=tmp_path, shm=tmp_path / "shm", tmp=tmp_path / "tmp", data=tmp_path / "data")
     for folder in (host.shm, host.tmp, host.data):
         folder.mkdir()
-    monkeypatch.setattr(spool, "SHM", host.shm)
+    monkeypatch.setattr(places, "SHM", host.shm)
     monkeypatch.setattr(tempfile, "tempdir", str(host.tmp))
     monkeypatch.setattr(probe, "LARGE_BYTES", MIB)
     monkeypatch.setattr(probe, "SMALL_FILES", 2)
@@ -142,7 +143,7 @@ def test_a_folder_that_takes_no_files(
         ("shared memory", probe, "shared_memory"),
         ("spools", judge, "spools"),
         ("spool place", probe, "spool_place"),
-        ("spool place", spool, "choose_base"),
+        ("spool place", places, "choose_base"),
         ("spool locks", probe, "spool_locks"),
         ("dataset", judge, "dataset"),
         ("dataset", sys.modules["rr_dataset.doctor"], "read_format"),
@@ -202,9 +203,9 @@ def test_the_living_and_the_dead(host: SimpleNamespace) -> None:
     def held() -> dict[str, HeldSpool]:
         return {one.path.name: one for one in probe.held_spools([host.shm, host.tmp, host.data / "none"])}
 
-    made = spool.Spool(host.shm, "0123456789abcdef", spool_bytes=2 * MIB, slab_bytes=MIB, sync=False)
+    made = Spool(host.shm, "0123456789abcdef", spool_bytes=2 * MIB, slab_bytes=MIB, sync=False)
     made.allocate()
-    size = 2 * MIB + spool.CONTROL_SLABS * spool.CONTROL_BYTES
+    size = 2 * MIB + places.CONTROL_SLABS * places.CONTROL_BYTES
     try:
         assert held() == {made.directory.name: HeldSpool(made.directory, size, alive=True)}
         assert judge.spools(held().values())[0] == "ok"
@@ -236,10 +237,10 @@ def test_no_place_for_a_spool(host: SimpleNamespace) -> None:
 
 
 def test_a_spool_folder_of_somebody_else(host: SimpleNamespace) -> None:
-    spool.spools_of(host.tmp).mkdir()
+    places.spools_of(host.tmp).mkdir()
     assert "somebody else" not in probe.spool_place(host.tmp)[1]
-    spool.spools_of(host.shm).symlink_to(host.data)
-    assert probe.spool_place(host.shm)[:2] == ("fail", f"{spool.spools_of(host.shm)} belongs to somebody else")
+    places.spools_of(host.shm).symlink_to(host.data)
+    assert probe.spool_place(host.shm)[:2] == ("fail", f"{places.spools_of(host.shm)} belongs to somebody else")
 
 
 def no_locks(_: Any, __: int) -> None:

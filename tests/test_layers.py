@@ -18,7 +18,7 @@ FACADE = "__init__"
 
 ROWS = (
     ("errors", "options", "clock", "record", "keys", "layout", "live", "selection", "contracts"),
-    ("slab", "spool", "supervisor", "intake", "writer", "capture"),
+    ("slab", "spool_place", "spool", "supervisor", "receipt", "intake", "writer", "capture"),
     ("schema", "shard"),
     ("storage",),
     (

@@ -101,8 +101,8 @@ def test_no_room_anywhere_is_a_clear_error_at_once(root: Path, place: Path) -> N
 
 def test_room_that_somebody_else_takes_meanwhile_is_an_error_and_no_bus_error(root: Path, place: Path) -> None:
     code = """
-import rr_dataset.spool
-rr_dataset.spool._problem = lambda *_, **__: None  # there was room when it looked
+import rr_dataset.spool_place
+rr_dataset.spool_place._problem = lambda *_, **__: None  # there was room when it looked
 try:
     rr.RoutingWriter(root, options("/dev/shm"), create=SPEC)
 except rr.SpoolUnavailableError as error:

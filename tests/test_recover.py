@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import rr_dataset as rr
-from rr_dataset.spool import Spool, spools_of
+from rr_dataset.spool import Spool
+from rr_dataset.spool_place import spools_of
 from tests.dead_spools import contents, die, old, outcomes, two_dead_spools
 from tests.engines import SPEC, experts, stored_rows
 from tests.spooled import WRITER, make_spool, put

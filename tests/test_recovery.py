@@ -18,7 +18,8 @@ from rr_dataset import recovery
 from rr_dataset.clock import HybridClock, wall_ms
 from rr_dataset.publisher import UNPUBLISHED, slabs_in
 from rr_dataset.slab import ASIDE, PUT, SLAB_VERSION
-from rr_dataset.spool import Spool, spools_of
+from rr_dataset.spool import Spool
+from rr_dataset.spool_place import spools_of
 from tests.dead_spools import adopt_all, contents, die, outcomes, two_dead_spools
 from tests.engines import SPEC, experts, stored_rows
 from tests.spooled import SLAB, WRITER, make_spool, put

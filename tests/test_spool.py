@@ -32,7 +32,8 @@ from rr_dataset.slab import (
     read_state,
     write_state,
 )
-from rr_dataset.spool import CONTROL_BYTES, CONTROL_SLABS, Spool, spools_of
+from rr_dataset.spool import Spool
+from rr_dataset.spool_place import CONTROL_BYTES, CONTROL_SLABS, spools_of
 
 SLAB = MIB
 POOL = 4 * SLAB

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from rr_dataset import spool as spool_module
+from rr_dataset import spool_place as place_module
 from rr_dataset.errors import InvalidInputError, SpoolUnavailableError
 from rr_dataset.options import MIB
-from rr_dataset.spool import CONTROL_BYTES, CONTROL_SLABS, SHM_SHARE, Spool, choose_base, spools_of
+from rr_dataset.spool import Spool
+from rr_dataset.spool_place import CONTROL_BYTES, CONTROL_SLABS, SHM_SHARE, choose_base, spools_of
 
 SLAB = MIB
 POOL = 4 * SLAB
@@ -60,7 +61,7 @@ def test_somebody_who_looks_whether_it_is_dead_keeps_no_spool_from_being_made(
     assert len(tries) == 4
     spool.close(remove=True)
     tries.clear()
-    monkeypatch.setattr(spool_module, "LOCK_WAIT_S", 0)  # nobody is waited for without end
+    monkeypatch.setattr(place_module, "LOCK_WAIT_S", 0)  # nobody is waited for without end
     with pytest.raises(SpoolUnavailableError, match="Resource temporarily unavailable"):
         Spool(tmp_path, WRITER, spool_bytes=POOL, slab_bytes=SLAB, sync=False)
     assert not spools_of(tmp_path).exists()
@@ -131,9 +132,9 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNa
         shared = Path(path) == found.shm
         return SimpleNamespace(f_frsize=1, f_blocks=found.total, f_bavail=found.free if shared else found.total)
 
-    monkeypatch.setattr(spool_module, "SHM", found.shm)
-    monkeypatch.setattr(spool_module.tempfile, "gettempdir", lambda: str(found.tmp))
-    monkeypatch.setattr(spool_module.os, "statvfs", statvfs)
+    monkeypatch.setattr(place_module, "SHM", found.shm)
+    monkeypatch.setattr(place_module.tempfile, "gettempdir", lambda: str(found.tmp))
+    monkeypatch.setattr(place_module.os, "statvfs", statvfs)
     return found
 
 
@@ -190,9 +191,9 @@ def test_without_a_temporary_folder_shared_memory_is_still_used(
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
 
     monkeypatch.setattr("tempfile.gettempdir", no_folder)
-    monkeypatch.setattr(spool_module, "SHM", tmp_path)
-    monkeypatch.setattr(spool_module, "SHM_SHARE", 1)
+    monkeypatch.setattr(place_module, "SHM", tmp_path)
+    monkeypatch.setattr(place_module, "SHM_SHARE", 1)
     assert choose_base(None, POOL) == tmp_path
-    monkeypatch.setattr(spool_module, "SHM", tmp_path / "nowhere")
+    monkeypatch.setattr(place_module, "SHM", tmp_path / "nowhere")
     with pytest.raises(SpoolUnavailableError, match=r"No such file or directory; No usable temporary directory found"):
         choose_base(None, POOL)

@@ -18,7 +18,7 @@ import rr_dataset as rr
 from rr_dataset import writer as writer_module
 from rr_dataset.clock import HybridClock, wall_ms
 from rr_dataset.options import MIB
-from rr_dataset.spool import SHM, choose_base, spools_of
+from rr_dataset.spool_place import SHM, choose_base, spools_of
 from rr_dataset.writer import Receipt, RoutingWriter
 from tests.engines import BIG, SPEC, experts, options, spools, stopped, stored_rows, until
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rr_dataset import spool
+from rr_dataset import spool_place as places
 from rr_dataset.description import read_format
 from rr_dataset.doctor import judge, probe
 from rr_dataset.doctor.judge import Finding, Verdict
@@ -43,7 +43,7 @@ def doctor(
     clocks = probe.Clocks.now()
     storage = open_storage(uri, storage_options)
     wanted = None if spool_dir is None else os.fspath(spool_dir)
-    base = _try(lambda: spool.choose_base(wanted, WriterOptions.spool_bytes))
+    base = _try(lambda: places.choose_base(wanted, WriterOptions.spool_bytes))
     found = _try(lambda: read_format(storage))
     skew_s = found.max_clock_skew_s if isinstance(found, DatasetFormat) else None
     folder = nearest_folder(Path(storage.uri))
@@ -51,7 +51,7 @@ def doctor(
         _finding("versions", probe.versions),
         _finding("descriptors", probe.descriptors),
         _finding("shared memory", lambda: probe.shared_memory(wanted)),
-        _finding("spools", lambda: judge.spools(probe.held_spools({spool.SHM, _second_base(wanted)}))),
+        _finding("spools", lambda: judge.spools(probe.held_spools({places.SHM, _second_base(wanted)}))),
         _finding("spool place", lambda: probe.spool_place(base)),
         *([_finding("spool locks", partial(probe.spool_locks, base))] if isinstance(base, Path) else []),
         _finding("dataset", lambda: judge.dataset(found, folder)),

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from rr_dataset.errors import DatasetNotFoundError, RoutingDatasetError, StorageError
 from rr_dataset.layout import DatasetFormat
 from rr_dataset.options import MIB, WriterOptions
-from rr_dataset.spool import CONTROL_BYTES, CONTROL_SLABS, SHM_SHARE
+from rr_dataset.spool_place import CONTROL_BYTES, CONTROL_SLABS, SHM_SHARE
 
 Level = Literal["ok", "warn", "fail"]
 Verdict = tuple[Level, str, str]

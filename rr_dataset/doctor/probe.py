@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from rr_dataset import spool
+from rr_dataset import spool_place as places
 from rr_dataset.doctor import judge
 from rr_dataset.doctor.judge import HeldSpool, Mount, Verdict
 from rr_dataset.errors import SpoolUnavailableError
@@ -107,11 +107,11 @@ def _locked(fd: int, kind: int) -> bool:
 def shared_memory(spool_dir: str | None) -> Verdict:
     """Room and kind of /dev/shm."""
     try:
-        room = os.statvfs(spool.SHM)
+        room = os.statvfs(places.SHM)
     except OSError as error:
-        return judge.warn(f"{spool.SHM}: {error.strerror}", "mount a tmpfs there, or give spool_dir=")
-    held = sum(one.size for one in held_spools([spool.SHM]))
-    return judge.shared_memory(mount_of(spool.SHM), room, held, wanted=spool_dir is None)
+        return judge.warn(f"{places.SHM}: {error.strerror}", "mount a tmpfs there, or give spool_dir=")
+    held = sum(one.size for one in held_spools([places.SHM]))
+    return judge.shared_memory(mount_of(places.SHM), room, held, wanted=spool_dir is None)
 
 
 def spool_place(base: Path | Exception) -> Verdict:
@@ -120,7 +120,7 @@ def spool_place(base: Path | Exception) -> Verdict:
         return judge.fail(str(base), "make room, or give another spool_dir= or a smaller spool_bytes=")
     if isinstance(base, Exception):
         raise base
-    own = spool.spools_of(base)
+    own = places.spools_of(base)
     if own.is_symlink() or (own.exists() and own.stat().st_uid != os.getuid()):
         return judge.fail(f"{own} belongs to somebody else", "give spool_dir= of your own")
     pod = "KUBERNETES_SERVICE_HOST" in os.environ or mount_of(Path("/")).kind == "overlay"

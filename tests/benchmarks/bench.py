@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 import rr_dataset as rr
-from rr_dataset.spool import SHM
+from rr_dataset.spool_place import SHM
 
 SPEC = rr.RoutingSpec(tuple(range(48)), num_experts=128, top_k=8)  # 384 bytes a token
 LARGE_TOKENS = 32_768  # 12.6 MB

