@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy.typing as npt
 
@@ -19,6 +19,8 @@ from rr_dataset.selection import Tokens
 from rr_dataset.snapshot import Located, Reader, Snapshot
 from rr_dataset.storage import open_storage
 from rr_dataset.walk import partition_paths
+
+_R = TypeVar("_R")
 
 ON_MISSING = ("raise", "none")
 NAMED = 10  # ids that an error spells out
@@ -104,18 +106,24 @@ class Lookup:
         out: npt.NDArray[Any] | None = None,
     ) -> list[RoutingRecord | None]:
         """Records in the order asked."""
-        wanted = self.by_partition(asked)
-        keys = list(zip(asked, asked, strict=True))
-        return self._fetch(
-            keys, list(wanted), lambda taken: self._find(taken, wanted), layers, selections, on_missing, out
-        )
+        return self.use_ids(asked, on_missing, self._to_records(asked, layers, selections, out))
 
     def resolve(
         self, refs: Sequence[str], layers: Sequence[int] | None, selections: Sequence[Tokens]
     ) -> list[RoutingRecord | None]:
         """The rows named, each as a record of its own, in the order asked."""
-        keys = [(ref, _parsed(ref)[1]) for ref in refs]
-        asked, wanted = frozenset(refs), self.by_partition(request_id for _, request_id in keys)
+        return self.use_refs(refs, self._to_records(refs, layers, selections, None))
+
+    def use_ids(self, asked: Sequence[str], on_missing: str, use: Callable[[FoundByKey, Snapshot], _R]) -> _R:
+        """`use` on the records of these ids, none of them dropped; it may run more than once."""
+        wanted = self.by_partition(asked)
+        keys = dict(zip(asked, asked, strict=True))
+        return self._use(keys, list(wanted), lambda taken: self._find(taken, wanted), on_missing, use)
+
+    def use_refs(self, refs: Sequence[str], use: Callable[[FoundByKey, Snapshot], _R]) -> _R:
+        """The same on the rows that the refs name, each as a record of its own, by ref."""
+        keys = {ref: _parsed(ref)[1] for ref in refs}
+        wanted = self.by_partition(keys.values())
 
         def find(snapshot: Snapshot) -> FoundByKey:
             found = {}
@@ -123,12 +131,12 @@ class Lookup:
                 for request_id, rows in self.rows(snapshot, partition, ids).items():
                     for located in rows:
                         ref = row_ref(located.row.record_id, request_id)
-                        head = assemble([located.row], self.format.spec) if ref in asked else None
+                        head = assemble([located.row], self.format.spec) if ref in keys else None
                         if head is not None:
                             found[ref] = Found(head, {located.row.record_id: located})
             return found
 
-        return self._fetch(keys, list(wanted), find, layers, selections, "raise", None)
+        return self._use(keys, list(wanted), find, "raise", use)
 
     def _find(self, snapshot: Snapshot, wanted: Mapping[str, set[str]]) -> dict[str, Found]:
         found: dict[str, Found] = {}
@@ -136,33 +144,45 @@ class Lookup:
             found.update(self.records(snapshot, partition, ids))
         return found
 
-    def _fetch(
+    def _use(
         self,
-        keys: Sequence[tuple[str, str]],
+        keys: Mapping[str, str],
         partitions: Sequence[str],
         find: Callable[[Snapshot], FoundByKey],
+        on_missing: str,
+        use: Callable[[FoundByKey, Snapshot], _R],
+    ) -> _R:
+        """keys: the request ids by what `find` finds records by."""
+
+        def checked(snapshot: Snapshot) -> _R:
+            found = find(snapshot)
+            self._check_missing(keys, found, snapshot, on_missing)
+            self._check_dropped(found, len(keys))
+            return use(found, snapshot)
+
+        return self.reader.read(partitions, checked, keep_open=True)
+
+    def _to_records(
+        self,
+        keys: Sequence[str],
         layers: Sequence[int] | None,
         selections: Sequence[Tokens],
-        on_missing: str,
         out: npt.NDArray[Any] | None,
-    ) -> list[RoutingRecord | None]:
-        """keys: what `find` finds records by, and their request ids, in the order asked."""
+    ) -> Callable[[FoundByKey, Snapshot], list[RoutingRecord | None]]:
+        """What makes records of what was found, in the order of the keys."""
         spec = self.format.spec
         chosen = spec.check_layers(layers)
 
-        def use(snapshot: Snapshot) -> list[RoutingRecord | None]:
-            found = find(snapshot)
-            self._check_missing(dict(keys), found, snapshot, on_missing)
-            self._check_dropped(found, len(keys))
+        def use(found: FoundByKey, snapshot: Snapshot) -> list[RoutingRecord | None]:
             arrays = Arrays(len(keys))
             drafts = [
                 Draft(found[key].head, found[key].rows, spec, chosen, tokens, arrays, out) if key in found else None
-                for (key, _), tokens in zip(keys, selections, strict=True)
+                for key, tokens in zip(keys, selections, strict=True)
             ]
             fill([draft for draft in drafts if draft is not None], snapshot, self.reader)
             return [None if draft is None else draft.record() for draft in drafts]
 
-        return self.reader.read(partitions, use, keep_open=True)
+        return use
 
     def _check_missing(self, keys: Mapping[str, str], found: FoundByKey, snapshot: Snapshot, on_missing: str) -> None:
         if on_missing not in ON_MISSING:

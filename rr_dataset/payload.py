@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -122,12 +122,9 @@ class Draft:
 
     def reads(self) -> Iterator[tuple[Shard, TileRead | VectorRead]]:
         """What fills the arrays, and from which shard."""
-        for tile in self._head.tiles:
-            located = self._rows[tile.row.record_id]
-            for first, end in stretches(self._layers, tile.layers):
-                for at, start, stop in self._axis.overlaps(tile.start, tile.stop):
-                    out = self._experts[first:end, at : at + stop - start]
-                    yield located.shard, TileRead(located.number, self._layers[first:end], start, stop, out)
+        for located, first, end, at, start, stop in tiles_of(self._head, self._rows, self._layers, self._axis):
+            out = self._experts[first:end, at : at + stop - start]
+            yield located.shard, TileRead(located.number, self._layers[first:end], start, stop, out)
         for name, vector in self._vectors.items():
             taken: list[Range] = []
             for row in self._head.rows:
@@ -168,7 +165,25 @@ class Draft:
         )
 
 
-def fill(drafts: Iterable[Draft], snapshot: Snapshot, reader: Reader) -> None:
+def tiles_of(
+    head: RecordHead, rows: Mapping[str, Located], layers: tuple[int, ...], axis: TokenAxis
+) -> Iterator[tuple[Located, int, int, int, int, int]]:
+    """Which row has what is asked for: the row, (first, end) in `layers`, the place on the axis, (start, stop) positions."""
+    for tile in head.tiles:
+        located = rows[tile.row.record_id]
+        for first, end in stretches(layers, tile.layers):
+            for at, start, stop in axis.overlaps(tile.start, tile.stop):
+                yield located, first, end, at, start, stop
+
+
+class Fillable(Protocol):
+    """What says which parts of which shards it needs, and where they go."""
+
+    def reads(self) -> Iterator[tuple[Shard, TileRead | VectorRead]]:
+        """Reads and their shards."""
+
+
+def fill(drafts: Iterable[Fillable], snapshot: Snapshot, reader: Reader) -> None:
     """Read the arrays of all drafts, shards side by side.
 
     Raises ObjectNotFoundError when a shard has vanished, CorruptShardError with the path of a damaged one.
