@@ -1,0 +1,34 @@
+"""Faults of callers in hooks: told once, counted for good, and raised only on request."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_log = logging.getLogger("rr_dataset")
+
+
+class Faults:
+    """Keeps what goes wrong in a hook away from serving, unless `strict`."""
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self.strict = strict
+        self.counts: Counter[str] = Counter()  # by hook
+
+    def tell(self, hook: str, error: Exception) -> None:
+        """Count it, log the first of each hook; raise it if strict."""
+        self.counts[hook] += 1
+        if self.strict:
+            raise error
+        if self.counts[hook] == 1:
+            _log.error("routing capture: %s: %s; serving goes on, stats() counts the rest", hook, error, exc_info=error)
+
+    @contextmanager
+    def kept_from_serving(self, hook: str) -> Iterator[None]:
+        """What the body raises is told instead."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever a hook was given, the engine goes on
+            self.tell(hook, error)
