@@ -1,0 +1,225 @@
+"""Records as samples of a dataloader: a map-style dataset that `torch.utils.data.DataLoader` and `paddle.io.DataLoader` take.
+
+    samples = RoutingSamples(uri, ids, SampleOptions(layers=view.layers, tokens=view.tokens))
+    torch.utils.data.DataLoader(samples, batch_size=8, num_workers=2)                       # reads a batch at once
+    paddle.io.DataLoader(samples, num_workers=2, **whole_batches(batch_sampler, collate))   # so does this
+
+Neither framework is imported. A worker holds a batch twice, as it was read and as it was collated (the loader's shared
+memory holds `prefetch_factor` more of them per worker), and of ours an index cache of at most 256 MB.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, SupportsIndex, TypedDict, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from rr_dataset.dataset import RoutingDataset, open_dataset
+from rr_dataset.errors import InvalidInputError, NotFoundError, RoutingDatasetError
+from rr_dataset.payload import NO_LOGPROB, NO_TOKEN_ID
+from rr_dataset.record import LAYOUTS, RoutingRecord
+from rr_dataset.selection import Tokens
+from rr_dataset.trainer.idlist import IdList
+from rr_dataset.trainer.prefetch import Prefetch
+
+PREFETCH_BYTES = 256 << 20
+
+PRESENT = ("tokens", "layers", "none")
+
+
+class Sample(TypedDict, total=False):
+    """What a dataset gives for one id: plain values and numpy arrays, the same keys for every sample of one dataset.
+
+    T: tokens read, L: layers read, K: top_k. Default collate functions stack samples of equal T.
+    """
+
+    request_id: str
+    number: int  # what IdList.number says of it: the row and a check
+    num_tokens: int  # of the whole record
+    routed_experts: npt.NDArray[Any]  # [L, T, K] or [T, L, K]; bytes of tokens that are missing mean nothing
+    present: npt.NDArray[np.bool_]  # [T] or [L, T]: whether the experts are real
+    token_ids: npt.NDArray[np.int32]  # [T], -1 where none is known
+    logprobs: npt.NDArray[np.float32]  # [T], NaN where none is known
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """What to read of each record and in which form. Pickles if `tokens` does.
+
+    layers: rising layer ids; None: all. A pipeline stage asks for its own.
+    tokens: for all records alike as in `RoutingDataset.get`, or a function from the number of tokens of a record to what is
+        asked of it (it costs one more listing). None: all.
+    layout: "LTK" [layers, tokens, top_k], the order at rest, or "TLK", a view of it.
+    dtype: an integer dtype that holds the ids, for frameworks that lack the stored one: paddle reads uint16 as bfloat16 and
+        has no uint32, torch cannot compare uint16. None: as stored, without a copy.
+    present: "tokens" for [T], true where every layer that was read is there; "layers" for [L, T]; "none" to leave it out.
+    vectors: token_ids and logprobs too.
+    """
+
+    layers: Sequence[int] | None = None
+    tokens: Tokens | Callable[[int], Tokens] = None
+    layout: Literal["LTK", "TLK"] = "LTK"
+    dtype: str | None = None
+    present: Literal["tokens", "layers", "none"] = "tokens"
+    vectors: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise InvalidInputError(f"layout={self.layout!r}: expected one of {', '.join(LAYOUTS)}")
+        if self.present not in PRESENT:
+            raise InvalidInputError(f"present={self.present!r}: expected one of {', '.join(PRESENT)}")
+        if self.dtype is not None and np.dtype(self.dtype).kind not in "iu":
+            raise InvalidInputError(f"dtype={self.dtype!r}: expected an integer type, such as 'int32'")
+
+
+class RoutingSamples:
+    """The records of some ids, or the very puts that refs name, as a map-style dataset. Pickles, forks, thread-safe.
+
+    Nothing is read until a sample is asked for; each process makes a client of its own.
+    """
+
+    def __init__(
+        self,
+        dataset: RoutingDataset | str | os.PathLike[str],
+        ids: Iterable[str] | None = None,
+        options: SampleOptions | None = None,
+        *,
+        refs: Iterable[str] | None = None,
+    ) -> None:
+        """ids: request ids; an id may stand there more than once. refs: instead of ids, what `Receipt.ref` says.
+
+        Raises InvalidInputError unless one of the two is given, DatasetNotFoundError for an address without a dataset.
+        """
+        if (ids is None) == (refs is None):
+            raise InvalidInputError("expected either ids or refs")
+        self.dataset = dataset if isinstance(dataset, RoutingDataset) else open_dataset(dataset)
+        self.options = SampleOptions() if options is None else options
+        self.ids = ids if isinstance(ids, IdList) else IdList(refs or () if ids is None else ids)
+        self._refs = refs is not None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: list[int]) -> list[Sample]: ...
+
+    def __getitem__(self, index: SupportsIndex | list[int]) -> Sample | list[Sample]:
+        """One sample, or with a list of indices all of them, read together.
+
+        Raises IndexError, and as `RoutingDataset.get` with the request id in the text.
+        """
+        if isinstance(index, list):
+            return self.__getitems__(index)
+        return self.__getitems__([operator.index(index)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        """The samples in the order asked, read in one call: what torch's DataLoader asks for a batch."""
+        keys = [self.ids[index] for index in indices]
+        numbers = [self.ids.number(index) for index in indices]
+        return read_samples(self.dataset, keys, numbers, self.options, refs=self._refs)
+
+    def read_ahead(
+        self, batches: Iterable[Sequence[int]], prefetch_bytes: int = PREFETCH_BYTES
+    ) -> Iterator[list[Sample]]:
+        """The samples of each batch of indices, read by a thread ahead of the caller: a loader without processes.
+
+        prefetch_bytes: arrays of at most so many bytes wait, besides one batch. Break off or exhaust it to end the thread.
+        """
+        if prefetch_bytes < 0:
+            raise InvalidInputError(f"prefetch_bytes={prefetch_bytes!r}: expected 0 or more")
+        return iter(Prefetch(self.__getitems__, batches, sample_bytes, prefetch_bytes))
+
+
+def sample_bytes(samples: Iterable[Sample]) -> int:
+    """Bytes of the arrays of some samples."""
+    return sum(value.nbytes for sample in samples for value in sample.values() if isinstance(value, np.ndarray))
+
+
+def read_samples(
+    dataset: RoutingDataset, keys: Sequence[str], numbers: Sequence[int], options: SampleOptions, *, refs: bool = False
+) -> list[Sample]:
+    """The samples of some ids or refs. Whatever is raised names the id."""
+    try:
+        records = _read(dataset, keys, options, refs=refs)
+    except NotFoundError:
+        raise  # these name ids
+    except RoutingDatasetError:
+        for key in keys:
+            try:
+                _read(dataset, [key], options, refs=refs)
+            except RoutingDatasetError as error:
+                raise type(error)(f"{key!r}: {error}") from error
+        raise
+    return [as_sample(dataset, record, number, options) for record, number in zip(records, numbers, strict=True)]
+
+
+def _read(
+    dataset: RoutingDataset, keys: Sequence[str], options: SampleOptions, *, refs: bool
+) -> Sequence[RoutingRecord]:
+    read = dataset.resolve if refs else dataset.get_many
+    tokens: Tokens | list[Tokens]
+    if callable(options.tokens):
+        choose = options.tokens
+        tokens = [choose(record.num_tokens) for record in read(keys, options.layers, slice(0, 0))]
+    else:
+        tokens = options.tokens
+    return read(keys, options.layers, tokens)
+
+
+def as_sample(dataset: RoutingDataset, record: RoutingRecord, number: int, options: SampleOptions) -> Sample:
+    """The form that the options ask for. Raises InvalidInputError for a dtype that does not hold the ids."""
+    experts = record.to_numpy(options.layout)
+    if options.dtype is not None and experts.dtype != options.dtype:
+        largest = dataset.spec.num_experts - 1
+        if largest > np.iinfo(options.dtype).max:
+            raise InvalidInputError(f"dtype={options.dtype!r} does not hold expert {largest}: pass a wider one")
+        experts = experts.astype(options.dtype)
+    sample = Sample(request_id=record.request_id, number=number, num_tokens=record.num_tokens, routed_experts=experts)
+    count = sum(stop - start for start, stop in record.token_ranges)
+    if options.present == "layers":
+        sample["present"] = record.present()
+    elif options.present == "tokens":
+        sample["present"] = record.present().min(axis=0) if record.missing_by_layer else np.ones(count, np.bool_)
+    if options.vectors:
+        ids, logprobs = record.token_ids, record.logprobs
+        sample["token_ids"] = np.full(count, NO_TOKEN_ID, np.int32) if ids is None else ids
+        sample["logprobs"] = np.full(count, NO_LOGPROB, np.float32) if logprobs is None else logprobs
+    return sample
+
+
+def whole_batches(batch_sampler: Iterable[Sequence[int]], collate_fn: Callable[[list[Sample]], Any]) -> dict[str, Any]:
+    """Arguments for `paddle.io.DataLoader` with which a batch of `RoutingSamples` is read in one call, not sample by sample.
+
+    batch_sampler: paddle's, or any iterable of lists of indices. collate_fn: gets the list of samples, as without it.
+    """
+    return {"batch_sampler": _Wrapped(batch_sampler), "collate_fn": _Unwrapping(collate_fn)}
+
+
+class _Wrapped:
+    """A batch sampler whose batches have one index each: the list of indices."""
+
+    def __init__(self, batch_sampler: Iterable[Sequence[int]]) -> None:
+        self._batches = batch_sampler
+
+    def __iter__(self) -> Iterator[list[list[int]]]:
+        return ([list(indices)] for indices in self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class _Unwrapping:
+    collate_fn: Callable[[list[Sample]], Any]
+
+    def __call__(self, batch: list[list[Sample]]) -> Any:
+        (samples,) = batch
+        return self.collate_fn(samples)
