@@ -1,0 +1,142 @@
+"""From what lies on the wire to an integer array, without a copy where there is a way. Nothing in it is trusted.
+
+Sizes are compared before anything is decoded; no pickle is read; what is no integer is refused.
+"""
+
+from __future__ import annotations
+
+import binascii
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rr_dataset.errors import InvalidRoutingError
+
+_HEADER_BYTES = 16 << 10  # of a .npy file; numpy itself refuses a header of more than 10,000 characters
+
+
+def refusal(contract: str, what: str, expected: object, came: object) -> InvalidRoutingError:
+    """The error of a response that does not fit its contract."""
+    return InvalidRoutingError(f"{contract}: {what}: expected {expected}; came {came}")
+
+
+def is_text(value: object) -> bool:
+    """Whether `value` may be base64."""
+    return isinstance(value, (str, bytes, bytearray, memoryview))
+
+
+def base64_bytes(contract: str, text: Any) -> int:
+    """How many bytes `text` decodes to, told by its length alone.
+
+    Raises InvalidRoutingError where it is cut.
+    """
+    if not is_text(text):
+        raise refusal(contract, "routed_experts", "base64", f"a {type(text).__name__}")
+    if len(text) % 4:
+        raise refusal(contract, "base64", "a multiple of 4 characters", f"{len(text)}: it is cut")
+    tail = text[-2:] if isinstance(text, str) else bytes(text[-2:]).decode("latin-1")
+    return len(text) // 4 * 3 - tail.count("=")
+
+
+def from_base64(contract: str, text: Any) -> bytes:
+    """The bytes of standard base64 without line breaks.
+
+    Raises InvalidRoutingError.
+    """
+    size = base64_bytes(contract, text)
+    try:
+        data = binascii.a2b_base64(text)
+    except ValueError as error:  # binascii.Error, and what is not ASCII
+        raise refusal(contract, "base64", f"{size} bytes of it", f"text that is none ({error})") from error
+    if len(data) != size:  # characters that are no base64 are passed over
+        raise refusal(contract, "base64", f"{size} bytes of it", f"{len(data)}: it has characters that are none")
+    return data
+
+
+def from_raw(contract: str, text: Any, dtype: npt.DTypeLike, shape: Sequence[int]) -> npt.NDArray[Any]:
+    """Base64 of the bytes of an array whose dtype and shape are said elsewhere; read-only.
+
+    Raises InvalidRoutingError.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    came = base64_bytes(contract, text)
+    if came != size:
+        raise refusal(contract, "size", f"{size} bytes for {_shown(shape)} of {np.dtype(dtype)}", f"{came} bytes")
+    return np.frombuffer(from_base64(contract, text), dtype).reshape(shape)
+
+
+def from_npy(contract: str, text: Any) -> npt.NDArray[Any]:
+    """Base64 of a .npy file of integers; read-only.
+
+    Raises InvalidRoutingError, also for objects (nothing is unpickled) and a header that promises more than is there.
+    """
+    data = from_base64(contract, text)
+    head = io.BytesIO(data[:_HEADER_BYTES])
+    try:
+        version = np.lib.format.read_magic(head)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, in_columns, dtype = read(head)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+        raise refusal(contract, "routed_experts", "the bytes of a .npy file", f"a bad header ({error})") from error
+    check_integers(contract, dtype)
+    size, came = math.prod(shape) * dtype.itemsize, len(data) - head.tell()
+    if size != came or min(shape, default=0) < 0:
+        raise refusal(contract, ".npy", f"{size} bytes for {_shown(shape)} of {dtype}", f"{came} bytes")
+    return np.frombuffer(data, dtype, offset=head.tell()).reshape(shape, order="F" if in_columns else "C")
+
+
+def from_memory(contract: str, value: Any) -> npt.NDArray[Any]:
+    """Of an array, a tensor on any device, or nested lists of numbers.
+
+    Raises InvalidRoutingError.
+    """
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # ragged lists, foreign objects
+        raise refusal(
+            contract, "routed_experts", "an array of integers", f"a {type(value).__name__} ({error})"
+        ) from error
+    if array.size or isinstance(value, np.ndarray):
+        check_integers(contract, array.dtype)
+        return array
+    return array.astype(np.int32)  # an empty list has no dtype of its own
+
+
+def check_integers(contract: str, dtype: np.dtype[Any]) -> None:
+    """Raises InvalidRoutingError for what is no integer."""
+    if dtype.kind not in "iu":
+        raise refusal(contract, "dtype", "integers", dtype)
+
+
+def named_dtype(contract: str, name: Any, allowed: Sequence[str], default: str) -> np.dtype[Any]:
+    """The dtype of a name on the wire.
+
+    Raises InvalidRoutingError.
+    """
+    if name is None:
+        return np.dtype(default)
+    if name not in allowed:
+        raise refusal(contract, "dtype", " or ".join(allowed), repr(name)[:80])
+    dtype: np.dtype[Any] = np.dtype(name)
+    return dtype
+
+
+def checked_shape(contract: str, shape: Any) -> tuple[int, int, int]:
+    """[tokens, layers, top_k] as the wire says it.
+
+    Raises InvalidRoutingError.
+    """
+    sizes = tuple(shape) if isinstance(shape, (list, tuple)) else ()
+    if len(sizes) != 3 or any(type(size) is not int or not 0 <= size < 1 << 31 for size in sizes):
+        raise refusal(contract, "shape", "three sizes, [tokens, layers, top_k]", repr(shape)[:80])
+    return sizes
+
+
+def _shown(shape: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, shape))}]"

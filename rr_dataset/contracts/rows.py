@@ -1,0 +1,326 @@
+"""What the decoders share: which layers and tokens an array covers, which rows are fillers, what a record is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from rr_dataset.contracts.arrays import from_memory, refusal
+from rr_dataset.record import MAX_POSITION, Range, RoutingSpec, shown_layers
+
+MINUS_ONE, ZERO, COUNTING = "-1", "0", "arange"  # what stands in a row without routing
+
+_COMPLETE = frozenset(
+    ("stop", "length", "tool_calls", "function_call", "content_filter", "repetition", "completed", "truncated")
+)
+_ABORTED = frozenset(("abort", "aborted", "cancelled", "error", "failed"))
+_BLOCK = 1 << 18  # ids that are compared together: they and their copies stay in the second-level cache
+_SURE_BITS = 40  # a counting row is a filler only where a router would make it less often than once in 2**40
+
+
+class PutArguments(TypedDict, total=False):
+    """Keyword arguments of `RoutingWriter.put`, all but the request id."""
+
+    routed_experts: npt.NDArray[Any]
+    layout: str
+    layers: Sequence[int] | None
+    token_ids: npt.NDArray[Any] | None
+    logprobs: npt.NDArray[np.float32] | None
+    token_start: int
+    part: bool
+    status: str | None
+    missing: Sequence[Range]
+    weight_version: str | int | None
+    tags: Mapping[str, str] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Decoded:
+    """One record of a response.
+
+    index: its place among the samples of the response: the number of a choice, or a row of a batch.
+    put: what `RoutingWriter.put` takes; None if there is nothing to put, then `reason` says why.
+    """
+
+    index: int
+    put: PutArguments | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What the caller knows and a response may not say; see `decode`."""
+
+    num_hidden_layers: int | None = None
+    token_start: int | None = None
+    prompt_token_ids: Any = None
+    weight_version: str | int | None = None
+    thorough: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """The tokens of one sample, as far as the response tells them.
+
+    prompt_ids, output_ids: int [prompt], [output]. logprobs: float32 [output].
+    """
+
+    prompt: int | None = None
+    output: int | None = None
+    prompt_ids: npt.NDArray[Any] | None = None
+    output_ids: npt.NDArray[Any] | None = None
+    logprobs: npt.NDArray[np.float32] | None = None
+
+    @property
+    def total(self) -> int | None:
+        """Prompt and output together."""
+        return None if self.prompt is None or self.output is None else self.prompt + self.output
+
+    def of_rows(self, start: int, rows: int) -> tuple[npt.NDArray[Any] | None, npt.NDArray[np.float32] | None]:
+        """Token ids and log-probabilities (NaN in the prompt) of `rows` positions from `start`; None where not all are known."""
+        ids = logprobs = None
+        stop = start + rows
+        if self.prompt_ids is not None and self.output_ids is not None:
+            ids = np.concatenate([self.prompt_ids, self.output_ids])[start:stop]
+        if self.logprobs is not None and self.prompt is not None:
+            logprobs = np.full(max(rows, 0), np.nan, np.float32)
+            known = self.logprobs[max(start - self.prompt, 0) : max(stop - self.prompt, 0)]
+            at = max(self.prompt - start, 0)
+            logprobs[at : at + len(known)] = known
+        return (ids if ids is not None and len(ids) == rows else None), logprobs
+
+
+def field(response: Any, *names: str) -> Any:
+    """The first of these that a mapping or an object has and that is not None."""
+    for name in names:
+        value = response.get(name) if isinstance(response, Mapping) else getattr(response, name, None)
+        if value is not None:
+            return value
+    return None
+
+
+def count(contract: str, name: str, value: Any) -> int | None:
+    """A number of tokens, or a position.
+
+    Raises InvalidRoutingError.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value <= MAX_POSITION:
+        raise refusal(contract, name, "a number from 0 to 2**31 - 1", repr(value)[:80])
+    return int(value)
+
+
+def ids_of(contract: str, name: str, value: Any) -> npt.NDArray[Any] | None:
+    """Token ids: one dimension of integers.
+
+    Raises InvalidRoutingError.
+    """
+    if value is None:
+        return None
+    array = from_memory(f"{contract}: {name}", value)
+    if array.ndim != 1:
+        raise refusal(contract, name, "a list of token ids", f"shape {array.shape}")
+    return array
+
+
+def logprobs_of(contract: str, values: Any, length: int | None) -> npt.NDArray[np.float32] | None:
+    """Log-probabilities of the output, NaN for None, one for each of its tokens.
+
+    Raises InvalidRoutingError.
+    """
+    if values is None:
+        return None
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+    try:
+        array = np.asarray(values if hasattr(values, "__array__") else list(values), np.float32)
+    except (ValueError, TypeError) as error:
+        raise refusal(contract, "log-probabilities", "a list of numbers", error) from error
+    if array.ndim != 1 or (length is not None and len(array) != length):
+        raise refusal(contract, "log-probabilities", f"one for each of {length} output tokens", f"shape {array.shape}")
+    return array
+
+
+def status_of(finish_reason: Any) -> str | None:
+    """The status of a put: complete, aborted, partial, or None where nothing is said."""
+    if isinstance(finish_reason, Mapping):  # SGLang: {"type": "stop", ...}
+        finish_reason = finish_reason.get("type")
+    text = getattr(finish_reason, "value", finish_reason)  # an enum of slime
+    if text in _ABORTED:
+        return "aborted"
+    if text in _COMPLETE:
+        return "complete"
+    return "partial" if text == "pending" else None
+
+
+def layer_counts(spec: RoutingSpec, facts: Facts) -> dict[int, str]:
+    """The lengths that a layer axis may have, with what each means."""
+    hidden = spec.moe_layers[-1] + 1 if facts.num_hidden_layers is None else facts.num_hidden_layers
+    return {spec.num_layers: "MoE layers", hidden: "layers of the model"}
+
+
+def moe_only(contract: str, array: npt.NDArray[Any], spec: RoutingSpec, facts: Facts) -> npt.NDArray[Any]:
+    """[tokens, layers, top_k] of MoE layers alone: a view where their ids are evenly spaced.
+
+    Raises InvalidRoutingError where the number of layers is neither that of the MoE layers nor that of all.
+    """
+    counts = layer_counts(spec, facts)
+    if array.ndim != 3 or array.shape[1] not in counts or array.shape[2] != spec.top_k:
+        expected = " or ".join(f"[tokens, {number}, {spec.top_k}] ({what})" for number, what in counts.items())
+        hint = "" if facts.num_hidden_layers is not None else "; num_hidden_layers= says how many the model has"
+        raise refusal(contract, "shape", expected, f"{list(array.shape)}{hint}")
+    if array.dtype.kind not in "iu" or np.iinfo(array.dtype).max < spec.num_experts - 1:
+        raise refusal(contract, "dtype", f"integers that hold {spec.num_experts} experts", array.dtype)
+    if array.shape[1] == spec.num_layers:
+        return array
+    steps = {b - a for a, b in pairwise(spec.moe_layers)}
+    if len(steps) <= 1:
+        return array[:, spec.moe_layers[0] : spec.moe_layers[-1] + 1 : steps.pop() if steps else 1]
+    return array[:, spec.moe_layers]
+
+
+def record(
+    contract: str,
+    array: npt.NDArray[Any],
+    spec: RoutingSpec,
+    facts: Facts,
+    *,
+    tokens: Tokens,
+    fillers: Iterable[str],
+    start: int = 0,
+    index: int = 0,
+    status: str | None = None,
+    weight_version: Any = None,
+    tags: Mapping[str, str] | None = None,
+) -> Decoded:
+    """The record of [tokens, layers, top_k] from position `start`, with its fillers as `missing`.
+
+    Raises InvalidRoutingError for a shape or dtype that does not fit, or a row that is neither routing nor a filler.
+    """
+    routing = moe_only(contract, array, spec, facts)
+    empty = _fillers(contract, routing, frozenset(fillers), spec, start)
+    if len(routing) and empty is not None and empty.all():
+        return Decoded(index, None, f"{contract}: no routing was captured: each of {len(routing)} rows is a filler")
+    if facts.thorough:
+        _check_repeats(contract, routing, empty, spec, start)
+    put = PutArguments(routed_experts=routing)
+    ids, logprobs = tokens.of_rows(start, len(routing))
+    if ids is not None:
+        put["token_ids"] = ids
+    if logprobs is not None:
+        put["logprobs"] = logprobs
+    if start:
+        put["token_start"], put["part"] = start, True
+    if status is not None:
+        put["status"] = status
+    if empty is not None:
+        put["missing"] = _ranges(empty, start)
+    version = facts.weight_version if facts.weight_version is not None else weight_version
+    if version is not None:
+        put["weight_version"] = version if isinstance(version, int) else str(version)
+    if tags:
+        put["tags"] = tags
+    return Decoded(index, put)
+
+
+def _fillers(
+    contract: str, routing: npt.NDArray[Any], kinds: frozenset[str], spec: RoutingSpec, start: int
+) -> npt.NDArray[np.bool_] | None:
+    """bool [tokens], True where a row is a filler; None if none is.
+
+    A router never names one expert twice, so a layer whose first two ids are alike holds none: then its row has to be a filler.
+    With top_k 1 a row of zeros is taken for routing.
+    """
+    empty = np.zeros(len(routing), np.bool_)
+    markers = [-1] if MINUS_ONE in kinds and routing.dtype.kind == "i" else []
+    if routing.dtype.kind == "u" and MINUS_ONE in kinds and np.iinfo(routing.dtype).max >= spec.num_experts:
+        markers.append(int(np.iinfo(routing.dtype).max))
+    if spec.top_k == 1:
+        suspect = np.flatnonzero((routing[:, 0, 0] < 0) | (routing[:, 0, 0] >= spec.num_experts))
+    else:
+        alike = routing[:, :, 0] == routing[:, :, 1]
+        suspect = np.flatnonzero(alike.any(axis=1))
+        markers += [0] if ZERO in kinds else []
+    if suspect.size:
+        rows = routing[suspect]
+        for marker in markers:
+            empty[suspect] |= (rows == marker).all(axis=(1, 2))
+        wrong = suspect[~empty[suspect]]
+        if wrong.size and spec.top_k > 1:
+            layer = int(alike[wrong[0]].argmax())
+            raise refusal(
+                contract,
+                f"position {start + wrong[0]}, layer {spec.moe_layers[layer]}",
+                f"{spec.top_k} different experts"
+                + (f", or a whole row of {' or '.join(sorted(kinds))}" if kinds else ""),
+                routing[wrong[0], layer].tolist(),
+            )
+    if COUNTING in kinds and (spec.num_layers * spec.top_k - 1) * np.log2(spec.num_experts) >= _SURE_BITS:
+        _find_counting(routing, spec.num_experts, empty)
+    return empty if empty.any() else None
+
+
+def _find_counting(routing: npt.NDArray[Any], num_experts: int, empty: npt.NDArray[np.bool_]) -> None:
+    """Mark rows whose ids, read through all layers, go up by one, modulo the number of experts."""
+    step = (routing[:, 0, 1:].astype(np.int64) - routing[:, 0, :-1]) % num_experts
+    suspect = np.flatnonzero((step == 1).all(axis=1))
+    flat = routing[suspect].reshape(len(suspect), routing.shape[1] * routing.shape[2]).astype(np.int64)
+    empty[suspect] |= (np.diff(flat, axis=1) % num_experts == 1).all(axis=1)
+
+
+def _check_repeats(
+    contract: str, routing: npt.NDArray[Any], empty: npt.NDArray[np.bool_] | None, spec: RoutingSpec, start: int
+) -> None:
+    """Raises InvalidRoutingError if a token names one expert twice in a layer. Empty rows are passed over."""
+    width = spec.num_layers * spec.top_k
+    step = max(1, _BLOCK // width)
+    slots = np.arange(step * width) % spec.top_k
+    for first in range(0, len(routing), step):
+        flat = np.ascontiguousarray(routing[first : first + step]).reshape(-1)
+        found = np.zeros(flat.size, np.bool_)
+        for apart in range(1, spec.top_k):
+            found[:-apart] |= (flat[apart:] == flat[:-apart]) & (slots[: flat.size - apart] < spec.top_k - apart)
+        rows = found.reshape(-1, spec.num_layers, spec.top_k)
+        if empty is not None:
+            rows[empty[first : first + step]] = False
+        if rows.any():
+            token, layer, _ = (int(i) for i in np.argwhere(rows)[0])
+            raise refusal(
+                contract,
+                f"position {start + first + token}, layer {spec.moe_layers[layer]}",
+                f"{spec.top_k} different experts",
+                routing[first + token, layer].tolist(),
+            )
+
+
+def check_rows(contract: str, array: npt.NDArray[Any], start: int, tokens: Tokens, fewer: Sequence[int]) -> None:
+    """Raises InvalidRoutingError unless the rows are those of the tokens from `start`, less one of `fewer` at the end.
+
+    Says nothing where the number of tokens is not known.
+    """
+    rows = len(array) if array.ndim else 0
+    if tokens.total is None or any(rows == tokens.total - less - start for less in fewer):
+        return
+    all_tokens = f"{tokens.prompt} prompt + {tokens.output} output tokens"
+    ways = " or ".join(str(tokens.total - less - start) for less in fewer)
+    covers = " or ".join("all of them" if not less else "all but the last" for less in fewer)
+    begin = f" from position {start}" if start else ""
+    raise refusal(contract, "rows", f"{ways} ({all_tokens}{begin}, {covers})", rows)
+
+
+def shown_spec(spec: RoutingSpec) -> str:
+    """For an error: the layers that a dataset has."""
+    return f"{spec.num_layers} MoE layers ({shown_layers(spec.moe_layers)})"
+
+
+def _ranges(mask: npt.NDArray[np.bool_], start: int) -> tuple[Range, ...]:
+    """The runs of True as (start, stop) positions."""
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)) + start
+    pairs = edges.reshape(-1, 2).tolist()
+    return tuple((a, b) for a, b in pairs)
