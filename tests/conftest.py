@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from weed import Place, S3Server
 
 # Files are written and processes started inside properties: the time of one example says nothing.
 settings.register_profile("ci", max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("nightly", parent=settings.get_profile("ci"), max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """A real S3 server, started by the first test that asks for it."""
+    weed = importlib.import_module("weed")  # botocore takes a quarter of a second, from those who ask
+    try:
+        with weed.S3Server.started() as server:
+            yield server
+    except weed.NotInstalled as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def s3(s3_server: S3Server) -> Iterator[Place]:
+    """An own bucket with a prefix: `uri`, `options` for `storage_options`, `environment` for processes, botocore's `client`."""
+    with s3_server.place() as place:
+        yield place

@@ -8,6 +8,8 @@ from pathlib import Path
 class LocalMedium:
     """The directory behind a local store, without the product's code."""
 
+    options = None  # for `open_storage`
+
     def __init__(self, root: Path) -> None:
         self.root = root
         self.uri = str(root)

@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 from local_medium import LocalMedium
+from s3_medium import S3Medium
+from weed import Place
 
 from rr_dataset.errors import CorruptShardError, InvalidInputError, ObjectNotFoundError
 from rr_dataset.storage import Storage, open_storage
 
+Medium = LocalMedium | S3Medium
 WRITER = "00112233aabbccdd"
 BAD_PATHS = ("/etc/passwd", "../x", "a/../../x", "a//b", "a/./b", ".", "..", "a/", "a\0b")
 
@@ -23,10 +26,10 @@ class StorageContract:
     """Any store. A subclass gives `medium`."""
 
     @pytest.fixture
-    def storage(self, medium: LocalMedium) -> Storage:
-        return open_storage(medium.uri)
+    def storage(self, medium: Medium) -> Storage:
+        return open_storage(medium.uri, medium.options)
 
-    def test_create_makes_the_whole_object_and_leaves_nothing_else(self, storage: Storage, medium: LocalMedium) -> None:
+    def test_create_makes_the_whole_object_and_leaves_nothing_else(self, storage: Storage, medium: Medium) -> None:
         assert storage.create("data_id=a/1.arrow", b"one", staging=WRITER) is True
         assert medium.get("data_id=a/1.arrow") == b"one"
         assert medium.objects() == {"data_id=a/1.arrow"}
@@ -43,18 +46,18 @@ class StorageContract:
         ],
     )
     def test_create_takes_buffers(
-        self, storage: Storage, medium: LocalMedium, data: bytes | list[bytes | memoryview]
+        self, storage: Storage, medium: Medium, data: bytes | list[bytes | memoryview]
     ) -> None:
         storage.create("o", data, staging=WRITER)
         assert medium.get("o") == (b"".join(data) if isinstance(data, list) else bytes(data))
 
-    def test_create_never_replaces(self, storage: Storage, medium: LocalMedium) -> None:
+    def test_create_never_replaces(self, storage: Storage, medium: Medium) -> None:
         medium.put("data_id=a/1.arrow", b"first")
         assert storage.create("data_id=a/1.arrow", b"second", staging=WRITER) is False
         assert medium.get("data_id=a/1.arrow") == b"first"
         assert medium.objects() == {"data_id=a/1.arrow"}
 
-    def test_of_creators_at_once_one_wins_whole(self, storage: Storage, medium: LocalMedium) -> None:
+    def test_of_creators_at_once_one_wins_whole(self, storage: Storage, medium: Medium) -> None:
         start = threading.Barrier(8)
 
         def create(number: int) -> bool:
@@ -66,7 +69,7 @@ class StorageContract:
         assert won.count(True) == 1
         assert medium.get("data_id=a/1.arrow") == bytes([won.index(True)]) * 100_000
 
-    def test_create_survives_a_deleter_in_the_same_directory(self, storage: Storage, medium: LocalMedium) -> None:
+    def test_create_survives_a_deleter_in_the_same_directory(self, storage: Storage, medium: Medium) -> None:
         done = threading.Event()
 
         def delete() -> None:
@@ -85,7 +88,7 @@ class StorageContract:
             deleter.join()
         assert medium.objects() == set()
 
-    def test_list_gives_the_objects_right_below(self, storage: Storage, medium: LocalMedium) -> None:
+    def test_list_gives_the_objects_right_below(self, storage: Storage, medium: Medium) -> None:
         before = time.time()
         medium.put("data_id=a/1.arrow", b"12345")
         medium.put("data_id=a/gen_id=1/2.arrow")
@@ -95,7 +98,7 @@ class StorageContract:
         assert before - 5 < entry.mtime_s < time.time() + 5
         assert [entry.name for entry in storage.list("")] == ["top"]
 
-    def test_list_dirs_gives_the_directories_right_below(self, storage: Storage, medium: LocalMedium) -> None:
+    def test_list_dirs_gives_the_directories_right_below(self, storage: Storage, medium: Medium) -> None:
         for path in ("data_id=a/gen_id=1/2.arrow", "data_id=b/1.arrow", "_rr/format.json", "top"):
             medium.put(path)
         assert sorted(storage.list_dirs("")) == ["_rr", "data_id=a", "data_id=b"]
@@ -105,7 +108,7 @@ class StorageContract:
         assert list(storage.list("nowhere/below")) == []
         assert list(storage.list_dirs("nowhere")) == []
 
-    def test_ranged_reads(self, storage: Storage, medium: LocalMedium) -> None:
+    def test_ranged_reads(self, storage: Storage, medium: Medium) -> None:
         data = bytes(range(256)) * 4
         medium.put("o", data)
         with storage.open("o") as source:
@@ -119,7 +122,7 @@ class StorageContract:
             assert (bytes(first), bytes(gap), bytes(second)) == (data[5:8], data[8:15], data[700:1000])
             assert source.max_gap_bytes > 0
 
-    def test_many_buffers_a_run(self, storage: Storage, medium: LocalMedium) -> None:
+    def test_many_buffers_a_run(self, storage: Storage, medium: Medium) -> None:
         data = os.urandom(3 * 2500)
         medium.put("o", data)
         whole = bytearray(len(data))
@@ -127,7 +130,7 @@ class StorageContract:
             source.read_runs([(0, [memoryview(whole)[i : i + 3] for i in range(0, len(data), 3)])])
         assert whole == data
 
-    def test_reads_beyond_the_end_are_errors(self, storage: Storage, medium: LocalMedium) -> None:
+    def test_reads_beyond_the_end_are_errors(self, storage: Storage, medium: Medium) -> None:
         medium.put("o", b"0123456789")
         with storage.open("o") as source:
             for offset, length in ((5, 6), (10, 1), (5000, 3)):
@@ -136,7 +139,7 @@ class StorageContract:
                 with pytest.raises(CorruptShardError, match="ends at byte"):
                     source.read_runs([(offset, [memoryview(bytearray(length))])])
 
-    def test_reads_from_many_threads(self, storage: Storage, medium: LocalMedium) -> None:
+    def test_reads_from_many_threads(self, storage: Storage, medium: Medium) -> None:
         data = os.urandom(1 << 20)
         medium.put("o", data)
         with storage.open("o") as source, ThreadPoolExecutor(8) as pool:
@@ -148,13 +151,13 @@ class StorageContract:
             with pytest.raises(ObjectNotFoundError, match=r"data_id=a/1\.arrow"):
                 read("data_id=a/1.arrow")
 
-    def test_read_bytes(self, storage: Storage, medium: LocalMedium) -> None:
+    def test_read_bytes(self, storage: Storage, medium: Medium) -> None:
         medium.put("empty", b"")
         medium.put("o", b"abc" * 1000)
         assert storage.read_bytes("o") == b"abc" * 1000
         assert storage.read_bytes("empty") == b""
 
-    def test_delete_is_idempotent(self, storage: Storage, medium: LocalMedium) -> None:
+    def test_delete_is_idempotent(self, storage: Storage, medium: Medium) -> None:
         for path in ("data_id=a/1.arrow", "data_id=a/2.arrow", "data_id=a/3.arrow"):
             medium.put(path)
         for _ in range(2):
@@ -191,10 +194,19 @@ class StorageContract:
             with pytest.raises(InvalidInputError):
                 call()
 
-    def test_pickles_and_opens_again(self, storage: Storage, medium: LocalMedium) -> None:
+    def test_pickles_and_opens_again(self, storage: Storage, medium: Medium) -> None:
         medium.put("o", b"abc")
         assert pickle.loads(pickle.dumps(storage)).read_bytes("o") == b"abc"
-        assert open_storage(storage.uri).read_bytes("o") == b"abc"
+        assert open_storage(storage.uri, medium.options).read_bytes("o") == b"abc"
+
+
+@pytest.mark.parametrize("client", ["obstore", "s3fs"])
+class TestS3(StorageContract):
+    """Both clients on a real server."""
+
+    @pytest.fixture
+    def medium(self, s3: Place, client: str) -> S3Medium:
+        return S3Medium(s3, client)
 
 
 class TestLocal(StorageContract):
@@ -214,7 +226,14 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("uri", "said"),
-    [("s3://bucket/x", "s3://"), ("gs://b", "gs://"), ("", "''"), ("file://host/x", "host"), ("a\0b", "a")],
+    [
+        ("s4://bucket/x", "s4://"),
+        ("s3:///x", "s3://bucket"),
+        ("s3://b/a//b", "s3://bucket"),
+        ("", "''"),
+        ("file://host/x", "host"),
+        ("a\0b", "a"),
+    ],
 )
 def test_other_addresses_are_refused(uri: str, said: str) -> None:
     with pytest.raises(InvalidInputError, match=said):

@@ -5,6 +5,7 @@ Paths are relative to the dataset's root, with "/" between their parts; "" is th
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Mapping
@@ -17,11 +18,16 @@ from rr_dataset.storage.local import LocalStorage
 
 __all__ = ["Buffer", "Entry", "OpenSource", "Storage", "open_storage"]
 
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
 
 def open_storage(uri: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:
-    """The store behind `uri`: a path or `file:///path`. Touches nothing; a missing root is an empty store.
+    """The store behind `uri`: a path, `file:///path`, `s3://bucket/path`, or a scheme of fsspec (untested but for memory://).
 
-    Raises InvalidInputError for another scheme, an empty `uri`, or options the store does not know.
+    storage_options: for s3:// those of `connect.S3Options`, for another scheme those of fsspec's file system.
+
+    Touches nothing; a missing root is an empty store. Raises InvalidInputError for an unknown scheme, an empty `uri`, or
+    options the store does not know.
     """
     try:
         text = os.fsdecode(uri)
@@ -34,12 +40,14 @@ def open_storage(uri: str | os.PathLike[str], storage_options: Mapping[str, Any]
                 f"{text!r}: a file URI names an absolute path on this host, as file:///data/routing"
             )
         text = unquote(parts.path)
-    elif scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text):
-        raise InvalidInputError(f"{text!r}: no storage for {scheme[1]}://; give a path or a file:// URI")
     if not text or "\0" in text:
         raise InvalidInputError(f"{text!r}: expected the path of a dataset")
     if storage_options is not None and not isinstance(storage_options, Mapping):
-        raise InvalidInputError(f"storage_options={storage_options!r}: expected a mapping")
+        raise InvalidInputError(f"storage_options: expected a mapping, not a {type(storage_options).__name__}")
+    if _SCHEME.match(text):
+        remote = importlib.import_module("rr_dataset.storage.remote")  # fsspec and asyncio cost a local path 0.1 s
+        store: Storage = remote.RemoteStorage(text, storage_options or {})
+        return store
     if storage_options:
         raise InvalidInputError(f"storage_options {sorted(storage_options)}: a local path takes none")
     return LocalStorage(text)

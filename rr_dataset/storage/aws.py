@@ -1,0 +1,89 @@
+"""Credentials, region and endpoint, from where AWS's own tools take them, and botocore's errors by kind."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import botocore.configprovider
+import botocore.credentials
+import botocore.exceptions
+import botocore.session
+
+from rr_dataset.storage.client import Kind, RequestFailed
+from rr_dataset.storage.connect import S3Options
+
+DEFAULT_REGION = "us-east-1"
+_REFRESH = timedelta(minutes=1)  # how long credentials that expire are used before botocore is asked again
+_KINDS: tuple[tuple[type[BaseException], Kind], ...] = (
+    (botocore.exceptions.NoCredentialsError, Kind.NO_CREDENTIALS),
+    (botocore.exceptions.PartialCredentialsError, Kind.NO_CREDENTIALS),
+    (botocore.exceptions.ProfileNotFound, Kind.NO_CREDENTIALS),
+    (botocore.exceptions.CredentialRetrievalError, Kind.NO_CREDENTIALS),
+    (botocore.exceptions.SSOError, Kind.EXPIRED),
+    (botocore.exceptions.ConnectTimeoutError, Kind.UNREACHABLE),
+    (botocore.exceptions.EndpointConnectionError, Kind.UNREACHABLE),
+    (botocore.exceptions.ReadTimeoutError, Kind.TIMEOUT),
+    (botocore.exceptions.HTTPClientError, Kind.SERVER),
+    (botocore.exceptions.IncompleteReadError, Kind.SERVER),
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Account:
+    """What signs requests, and where they go."""
+
+    region: str
+    endpoint_url: str | None  # None: AWS
+    path_style: bool
+    credentials: Any  # botocore's, None for anonymous requests
+
+    def frozen(self) -> dict[str, Any]:
+        """For obstore: credentials as they are now."""
+        now = self.credentials.get_frozen_credentials()
+        return {
+            "access_key_id": now.access_key,
+            "secret_access_key": now.secret_key,
+            "token": now.token,
+            "expires_at": datetime.now(timezone.utc) + _REFRESH,
+        }
+
+
+def account(options: S3Options) -> Account:
+    """Raises RequestFailed where no credentials are found."""
+    with BotoErrors():
+        session = botocore.session.Session(profile=options.profile)
+        region = options.region or os.environ.get("AWS_REGION") or session.get_config_variable("region")
+        endpoint = (
+            options.endpoint_url
+            or botocore.configprovider.ConfiguredEndpointProvider(
+                full_config=session.full_config, scoped_config=session.get_scoped_config(), client_name="s3"
+            ).provide()
+        )
+        if options.anon:
+            credentials = None
+        elif options.key is not None:
+            credentials = botocore.credentials.Credentials(options.key, options.secret, options.token)
+        else:
+            credentials = session.get_credentials()
+            if credentials is None:
+                raise botocore.exceptions.NoCredentialsError
+    style = options.addressing_style or ("path" if endpoint else "virtual")
+    return Account(region or DEFAULT_REGION, endpoint, style == "path", credentials)
+
+
+class BotoErrors:
+    """Raises what botocore raises as RequestFailed, without the texts of requests and answers."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, botocore.exceptions.ClientError):
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            raise RequestFailed.of_answer(status, str(error.response.get("Error", {}).get("Code", ""))) from None
+        if isinstance(error, botocore.exceptions.BotoCoreError):
+            found = next((each for base, each in _KINDS if isinstance(error, base)), Kind.REFUSED)
+            raise RequestFailed(found, type(error).__name__) from None

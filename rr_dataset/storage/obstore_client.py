@@ -1,0 +1,122 @@
+"""S3 through obstore, whose requests run outside Python. It is of no use in a forked child: see `connect`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
+
+from rr_dataset.storage.aws import account
+from rr_dataset.storage.client import ANSWER_S, Client, Found, Kind, Listing, Part, RequestFailed
+from rr_dataset.storage.connect import S3Options
+from rr_dataset.storage.s3fs_client import SINGLE_BYTES, S3fsClient
+
+_STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
+
+
+class _Errors:
+    """Raises what obstore raises as RequestFailed, without the texts of requests and answers."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, BaseError | FileNotFoundError | ValueError):
+            return
+        text = str(error)
+        status, code = _STATUS.search(text), _CODE.search(text)
+        if status or code:
+            raise RequestFailed.of_answer(
+                int(status[1]) if status else 0, (code[1] or code[2]) if code else ""
+            ) from None
+        if isinstance(error, FileNotFoundError):
+            raise RequestFailed(Kind.MISSING, "not found") from None
+        if "error sending request" in text:
+            raise RequestFailed(Kind.UNREACHABLE, "error sending request") from None
+        raise RequestFailed(Kind.SERVER, type(error).__name__) from None
+
+
+class ObstoreClient:
+    """See `Client`. Objects above SINGLE_BYTES go up in parts through s3fs: obstore completes an upload only without a condition."""
+
+    def __init__(self, bucket: str, options: S3Options) -> None:
+        at = account(options)
+        signing: dict[str, Any] = {"skip_signature": True}
+        if at.credentials is not None:
+            signing = {"credential_provider": at.frozen}
+        if at.endpoint_url:
+            signing["endpoint"] = signing["aws_endpoint_url_s3"] = at.endpoint_url
+        self._store = S3Store(
+            bucket,
+            region=at.region,
+            virtual_hosted_style_request=not at.path_style,
+            client_options={
+                "allow_http": True,
+                "connect_timeout": timedelta(seconds=ANSWER_S),
+                "timeout": timedelta(hours=1),  # the caller counts
+                "pool_max_idle_per_host": "64",
+            },
+            retry_config={"max_retries": 0},
+            **signing,
+        )
+        self._make_large: Callable[[], Client] = lambda: S3fsClient(bucket, options)
+        self._large: Client | None = None
+
+    async def put_new(self, key: str, data: Sequence[memoryview], size: int) -> bool:
+        """One PUT, or parts side by side."""
+        if size > SINGLE_BYTES:
+            self._large = self._large or self._make_large()
+            return await self._large.put_new(key, data, size)
+        try:
+            with _Errors():
+                await obstore.put_async(self._store, key, b"".join(data), mode="create", use_multipart=False)
+        except RequestFailed as failed:
+            if failed.kind is Kind.CHANGED:
+                return False
+            raise
+        return True
+
+    async def get(self, key: str, start: int | None, stop: int | None, etag: str) -> Part:
+        """One GET."""
+        wanted: Any = {}
+        if stop is not None:
+            wanted["range"] = {"suffix": stop} if start is None else (start, stop)
+        if etag:
+            wanted["if_match"] = etag
+        with _Errors():
+            answer = await obstore.get_async(self._store, key, options=wanted)
+            data = await answer.bytes_async()
+        meta = answer.meta
+        return Part(memoryview(data), answer.range[0], meta["size"], meta["e_tag"] or "")
+
+    async def head(self, key: str) -> Found:
+        """One HEAD."""
+        with _Errors():
+            return _found(await obstore.head_async(self._store, key))
+
+    async def list(self, prefix: str) -> Listing:
+        """A request per thousand names."""
+        with _Errors():
+            listed = await obstore.list_with_delimiter_async(self._store, prefix)
+        return [_found(each) for each in listed["objects"]], listed["common_prefixes"]
+
+    async def delete(self, keys: Sequence[str]) -> Sequence[str]:
+        """One POST; obstore tells only the first key that failed, so then none is sure."""
+        try:
+            with _Errors():
+                await obstore.delete_async(self._store, list(keys))
+        except RequestFailed as failed:
+            if failed.kind in (Kind.SERVER, Kind.REFUSED):
+                return keys
+            raise
+        return ()
+
+
+def _found(meta: Any) -> Found:
+    return Found(meta["path"], meta["size"], meta["last_modified"].timestamp(), meta["e_tag"] or "")

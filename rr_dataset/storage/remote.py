@@ -1,0 +1,373 @@
+"""An object store as a store, through fsspec: `s3://bucket/path`, and what else fsspec knows.
+
+An object is created by one PUT, or one multipart upload that is completed, with If-None-Match. An answer that says
+neither yes nor no (a time-out, a reset, a 500) is settled by looking. Requests run in fsspec's event loop, a limited
+number at once; a client belongs to one process and is made anew after a fork.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from fsspec.asyn import get_loop
+
+from rr_dataset.errors import CorruptShardError, InvalidInputError, StorageError
+from rr_dataset.layout import MARGIN_S
+from rr_dataset.storage.base import Buffer, Entries, Entry, Names
+from rr_dataset.storage.client import (
+    AMBIGUOUS,
+    ANSWER_S,
+    DELETE_KEYS,
+    PASSING,
+    REQUESTS_AT_ONCE,
+    SLOWEST_BYTES_S,
+    Client,
+    Found,
+    Kind,
+    Listing,
+    Part,
+    RequestFailed,
+    storage_error,
+)
+from rr_dataset.storage.connect import connect
+
+_T = TypeVar("_T")
+
+TRIES = 3  # of one request; who publishes or reads tries again above
+FIRST_PAUSE_S = 0.1  # before the second; each further one waits up to twice as long
+CONFLICT_TRIES = 8  # creators of one name get in each other's way for a moment
+CREATE_S = MARGIN_S / 2  # no create may take as long as the margin
+PIECE_BYTES = 8 << 20  # a longer range is read as several side by side
+MAX_GAP_BYTES = 256 << 10
+_NO_SUCH_PARTS = frozenset(("", ".", ".."))
+_FOLDER_MARK = "_$folder$"  # of Hadoop
+
+
+class RemoteStorage:
+    """A prefix of an object store as a store: see `Storage` for what its methods promise."""
+
+    is_remote = True
+    requests_at_once = REQUESTS_AT_ONCE
+
+    def __init__(self, uri: str, options: Mapping[str, Any]) -> None:
+        """uri: `scheme://bucket/path`. options: of the store's client; see `connect`."""
+        scheme, _, rest = uri.partition("://")
+        bucket, _, path = rest.partition("/")
+        path = path.rstrip("/")
+        if not bucket or (path and not _NO_SUCH_PARTS.isdisjoint(path.split("/"))) or "\0" in rest:
+            raise InvalidInputError(f"{uri!r}: expected {scheme}://bucket/path")
+        self._scheme, self._bucket = scheme.lower(), bucket
+        self._base = f"{path}/" if path else ""
+        self._options = dict(options)
+        self._connect = connect(self._scheme, bucket, self._options)
+        self._connection: tuple[int, Client] | None = None
+
+    @property
+    def uri(self) -> str:
+        """Without the options."""
+        return f"{self._scheme}://{self._bucket}/{self._base}".rstrip("/")
+
+    def __repr__(self) -> str:
+        return f"RemoteStorage({self.uri!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteStorage, (self.uri, self._options)
+
+    def list(self, path: str) -> Entries:
+        """As the store has it now: one request per thousand names."""
+        found, _ = self._listed(path)
+        return [Entry(each.key.rpartition("/")[2], each.size, each.mtime_s, each.etag) for each in found]
+
+    def list_dirs(self, path: str) -> Names:
+        """What stands between the prefix and the next slash."""
+        _, prefixes = self._listed(path)
+        return [prefix.rpartition("/")[2] for prefix in prefixes]
+
+    def list_others(self, path: str) -> Names:
+        """There is nothing else."""
+        self._key(path, root=True)
+        return []
+
+    def changed_ns(self, path: str) -> None:
+        """It does not tell."""
+        self._key(path, root=True)
+
+    def open(self, path: str, entry: Entry | None = None) -> RemoteSource:
+        """Open for ranged reads; asks the store only without an entry."""
+        key = self._key(path)
+        if entry is None:
+            found = self._run(path, self._tried(lambda client: client.head(key)))
+            entry = Entry(path, found.size, found.mtime_s, found.etag)
+        return RemoteSource(self, path, entry)
+
+    def read_bytes(self, path: str) -> bytes:
+        """The whole object, in one request."""
+        key = self._key(path)
+        return bytes(self._run(path, self._tried(lambda client: client.get(key, None, None, ""), patience=4)).data)
+
+    def create(self, path: str, data: Buffer | Sequence[Buffer], *, staging: str) -> bool:
+        """One PUT or one multipart upload; there are no stages."""
+        key = self._key(path)
+        self._key(staging)
+        buffers = [data] if isinstance(data, (bytes, bytearray, memoryview)) else data
+        views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        return self._run(path, asyncio.wait_for(self._create(key, views), CREATE_S))
+
+    def sync_dirs(self, paths: Iterable[str]) -> None:
+        """What has a name has it for good."""
+        for path in paths:
+            self._key(path, root=True)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """A request per thousand objects. What was not clearly deleted is tried again, then looked at."""
+        keys = [self._key(path) for path in paths]
+        batches = [keys[at : at + DELETE_KEYS] for at in range(0, len(keys), DELETE_KEYS)]
+        left = [
+            key for some in self._run("", self._gathered([self._delete(batch) for batch in batches])) for key in some
+        ]
+        if left:
+            some = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
+            raise StorageError(errno.EIO, f"{len(left)} of {len(keys)} objects are still there: {some}", self.uri)
+
+    def remove_empty_dirs(self, path: str) -> None:
+        """There are none."""
+        self._key(path, root=True)
+
+    def read_pieces(
+        self, path: str, pieces: Sequence[tuple[int, int]], etag: str, take: Callable[[int, Part], None]
+    ) -> None:
+        """Read ranges (start, stop) side by side; `take(number, part)` as each arrives."""
+        key = self._key(path)
+
+        async def one(number: int, start: int, stop: int) -> None:
+            take(number, await self._tried(lambda client: client.get(key, start, stop, etag), stop - start))
+
+        self._run(path, self._gathered([one(number, *piece) for number, piece in enumerate(pieces)]))
+
+    def _listed(self, path: str) -> Listing:
+        prefix = self._key(path, root=True)
+        prefix = f"{prefix}/" if prefix else ""
+        found, prefixes = self._run(path, self._tried(lambda client: client.list(prefix), patience=30))
+        marks = ("", _FOLDER_MARK)
+        ours = [each for each in found if each.key != prefix[:-1] and not each.key.endswith(("/", _FOLDER_MARK))]
+        return ours, [each for each in prefixes if each.rpartition("/")[2] not in marks]
+
+    async def _create(self, key: str, data: Sequence[memoryview]) -> bool:
+        size = sum([view.nbytes for view in data])
+        unclear = False
+        for attempt in range(CONFLICT_TRIES):
+            try:
+                made = await self._once(
+                    lambda client: client.put_new(key, data, size), ANSWER_S + size / SLOWEST_BYTES_S
+                )
+            except RequestFailed as failed:
+                unclear |= failed.kind in AMBIGUOUS
+                found = await self._look(key) if unclear else None
+                if found is not None:
+                    return found.size == size
+                last = (CONFLICT_TRIES if failed.kind is Kind.CONFLICT else TRIES) - 1
+                if failed.kind not in PASSING or attempt >= last:
+                    raise
+                await _pause(attempt)
+            else:
+                if made or not unclear:
+                    return made
+                found = await self._look(key)  # the name is taken: perhaps by what an earlier try did
+                return found is not None and found.size == size
+        raise AssertionError("the last try returns or raises")
+
+    async def _look(self, key: str) -> Found | None:
+        try:
+            return await self._tried(lambda client: client.head(key))
+        except RequestFailed as failed:
+            if failed.kind is Kind.MISSING:
+                return None
+            raise
+
+    async def _delete(self, keys: Sequence[str]) -> Sequence[str]:
+        """The keys that are still there."""
+        for attempt in range(TRIES):
+            keys = await self._tried(lambda client, keys=keys: client.delete(keys))  # type: ignore[misc]
+            if not keys:
+                return keys
+            await _pause(attempt)
+        found = await self._gathered([self._look(key) for key in keys])
+        return [each.key for each in found if each is not None]
+
+    async def _tried(self, call: Callable[[Client], Awaitable[_T]], size: int = 0, patience: float = 1) -> _T:
+        """A request that may be repeated; `patience` times the usual time for each."""
+        timeout_s = patience * (ANSWER_S + size / SLOWEST_BYTES_S)
+        for attempt in range(TRIES - 1):
+            try:
+                return await self._once(call, timeout_s)
+            except RequestFailed as failed:
+                if failed.kind not in PASSING:
+                    raise
+                await _pause(attempt)
+        return await self._once(call, timeout_s)
+
+    async def _once(self, call: Callable[[Client], Awaitable[_T]], timeout_s: float) -> _T:
+        try:
+            return await asyncio.wait_for(call(self._client()), timeout_s)
+        except asyncio.TimeoutError:
+            raise RequestFailed(Kind.TIMEOUT, f"no answer within {timeout_s:.0f} s") from None
+
+    async def _gathered(self, calls: Sequence[Coroutine[Any, Any, _T]]) -> Sequence[_T]:
+        """The results of all; the first failure ends the others."""
+        room = asyncio.Semaphore(REQUESTS_AT_ONCE)
+
+        async def bounded(call: Coroutine[Any, Any, _T]) -> _T:
+            async with room:
+                return await call
+
+        tasks = [asyncio.ensure_future(bounded(call)) for call in calls]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    def _client(self) -> Client:
+        """This process's. Threads that come at once may make two, of which one is left to the garbage collector."""
+        connection = self._connection
+        if connection is None or connection[0] != os.getpid():
+            self._connection = connection = (os.getpid(), self._connect())
+        return connection[1]
+
+    def _run(self, path: str, call: Coroutine[Any, Any, _T]) -> _T:
+        try:
+            self._client()  # in this thread: it may have to ask for credentials
+            future = asyncio.run_coroutine_threadsafe(call, get_loop())
+        except BaseException:
+            call.close()
+            raise
+        try:
+            return future.result()
+        except RequestFailed as failed:
+            raise storage_error(failed, self._address(path)) from failed
+        except (asyncio.TimeoutError, TimeoutError) as late:
+            raise StorageError(errno.ETIMEDOUT, Kind.TIMEOUT.text, self._address(path)) from late
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _address(self, path: str) -> str:
+        return f"{self.uri}/{path}" if path else self.uri
+
+    def _key(self, path: str, *, root: bool = False) -> str:
+        if root and not path:
+            return self._base[:-1]
+        if "\0" in path or not _NO_SUCH_PARTS.isdisjoint(path.split("/")):
+            raise InvalidInputError(
+                f"path {path!r}: expected names with one / between them, relative to the dataset's root"
+            )
+        return self._base + path
+
+
+class RemoteSource:
+    """An object opened for ranged reads, from any thread. Reading fails once the object is deleted or replaced."""
+
+    max_gap_bytes = MAX_GAP_BYTES
+
+    def __init__(self, storage: RemoteStorage, path: str, entry: Entry) -> None:
+        self._storage, self._path, self._etag = storage, path, entry.etag
+        self.size = entry.size
+
+    def tail(self, length: int) -> bytes:
+        """The last `length` bytes; all of them, if there are fewer."""
+        length = min(length, self.size)
+        return self.read(self.size - length, length)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly these bytes. Raises CorruptShardError where the object ends before."""
+        whole: list[bytes] = [b""]
+
+        def take(_: int, part: Part) -> None:
+            whole[0] = bytes(part.data)
+
+        if 0 < length <= PIECE_BYTES:
+            self._get([(offset, offset + length)], take)
+            return whole[0]
+        data = bytearray(length)
+        self.read_runs([(offset, [memoryview(data)])])
+        return bytes(data)
+
+    def read_runs(self, runs: Sequence[tuple[int, Sequence[memoryview]]]) -> None:
+        """Fill buffers (writable, contiguous) from the object, the runs side by side, long ones in pieces.
+
+        Raises CorruptShardError where the object ends before, and ObjectNotFoundError where it was replaced.
+        """
+        pieces: list[tuple[int, int]] = []
+        targets: list[list[memoryview]] = []
+        for start, buffers in runs:
+            for at, views in _cut(start, buffers):
+                pieces.append((at, at + sum([view.nbytes for view in views])))
+                targets.append(views)
+
+        def take(number: int, part: Part) -> None:
+            data, at = memoryview(part.data), 0
+            for view in targets[number]:
+                view[:] = data[at : at + view.nbytes]
+                at += view.nbytes
+
+        self._get(pieces, take)
+
+    def _get(self, pieces: Sequence[tuple[int, int]], take: Callable[[int, Part], None]) -> None:
+        for start, stop in pieces:
+            if stop > self.size:
+                self._short(start, stop - max(start, self.size))
+
+        def checked(number: int, part: Part) -> None:
+            start, stop = pieces[number]
+            if part.offset != start or len(part.data) != stop - start:
+                self._short(start + len(part.data), stop - start - len(part.data))
+            take(number, part)
+
+        self._storage.read_pieces(self._path, pieces, self._etag, checked)
+
+    def _short(self, ends: int, missing: int) -> None:
+        raise CorruptShardError(
+            f"{self._path!r} ends at byte {min(ends, self.size)}, {missing} bytes short of what was asked for"
+        )
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def __enter__(self) -> RemoteSource:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+def _cut(start: int, buffers: Sequence[memoryview]) -> list[tuple[int, list[memoryview]]]:
+    """A run as pieces of at most PIECE_BYTES, each the offset and its views."""
+    pieces: list[tuple[int, list[memoryview]]] = []
+    room = 0
+    at = start
+    for buffer in buffers:
+        view = buffer.cast("B")
+        while view.nbytes:
+            if not room:
+                pieces.append((at, []))
+                room = PIECE_BYTES
+            taken = view[:room]
+            pieces[-1][1].append(taken)
+            room -= taken.nbytes
+            at += taken.nbytes
+            view = view[taken.nbytes :]
+    return pieces
+
+
+async def _pause(attempt: int) -> None:
+    await asyncio.sleep(FIRST_PAUSE_S * 2**attempt * random.uniform(0.5, 1.5))  # noqa: S311 - no secret
