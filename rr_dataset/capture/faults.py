@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _log = logging.getLogger("rr_dataset")
 
@@ -25,10 +27,10 @@ class Faults:
         if self.counts[hook] == 1:
             _log.error("routing capture: %s: %s; serving goes on, stats() counts the rest", hook, error, exc_info=error)
 
-    @contextmanager
-    def kept_from_serving(self, hook: str) -> Iterator[None]:
-        """What the body raises is told instead."""
+    def attempt(self, hook: str, call: Callable[..., T], *arguments: Any) -> T | None:
+        """What the call returns; None if it raised, which is told instead."""
         try:
-            yield
+            return call(*arguments)
         except Exception as error:  # noqa: BLE001 - whatever a hook was given, the engine goes on
             self.tell(hook, error)
+            return None
