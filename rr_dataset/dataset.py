@@ -27,8 +27,9 @@ from rr_dataset.keys import KeyScheme
 from rr_dataset.layout import TOMBSTONE_DIR, DatasetFormat, parse_tombstone_name
 from rr_dataset.lookup import Lookup, id_list
 from rr_dataset.options import check_seconds
+from rr_dataset.packed import Packed, Spans, read_packed, read_spans
 from rr_dataset.record import RecordHead, RoutingRecord, RoutingSpec
-from rr_dataset.selection import Tokens, tokens_per_id
+from rr_dataset.selection import Share, Tokens, tokens_per_id
 from rr_dataset.snapshot import Snapshot
 from rr_dataset.storage import open_storage
 
@@ -272,6 +273,52 @@ class RoutingDataset:
         asked = id_list(refs, "refs")
         found = self._client().resolve(asked, layers, tokens_per_id(tokens, len(asked)))
         return [record for record in found if record is not None]
+
+    def get_packed(
+        self,
+        ids: Iterable[str],
+        layers: Sequence[int] | None = None,
+        tokens: Tokens | Share | Sequence[Tokens | Share] = None,
+        out: Mapping[int, Any] | None = None,
+        padding: str = "spread",
+        pad_to_multiple: int = 1,
+        on_missing: Literal["raise", "none"] = "raise",
+    ) -> Packed:
+        """Records in the order asked, one after the other in one buffer per layer: `(experts, cu_seqlens, mask, masks)`.
+
+        layers: rising layer ids; None: all; none at all are allowed, for a rank that holds no MoE layer.
+        tokens: as in `get_many`, or the `Share` of a rank, which speaks of the trainer's tokens: what the record does not have
+            of them is a missing row, also past its end.
+        out: by layer id a buffer [rows or more, top_k] in host memory, as a numpy array or anything with `__dlpack__` (pinned
+            tensors), of an integer dtype that holds the ids. Its first rows are filled, straight from storage where items have
+            the spec's size. None: one new block for all layers. After an error they hold anything.
+        padding: what stands in rows that are not real: "spread", distinct ids balanced over all experts, or "minus_one", -1 in
+            the narrowest signed dtype that holds the ids. Look at `masks` to leave missing rows to the live router.
+        pad_to_multiple: rows of padding follow each sample until its rows are a multiple of this.
+        on_missing: "raise", or "none": an id without a record has the missing rows of its `Share`, else no row.
+
+        Token ids are not read or compared: see `align`. Raises as `get_many`, InvalidRoutingError for an `out` that does not fit.
+        """
+        asked = id_list(ids)
+        return read_packed(
+            self._client(),
+            asked,
+            layers,
+            tokens_per_id(tokens, len(asked)),
+            out=out,
+            padding=padding,
+            pad_to_multiple=pad_to_multiple,
+            on_missing=on_missing,
+        )
+
+    def get_spans(self, spans: Sequence[tuple[str, int, int]], layers: Sequence[int] | None = None) -> Spans:
+        """Tokens of the very puts that refs name, in the order given, as one array: `(routed_experts, present)`.
+
+        spans: (ref of a receipt, start, stop), absolute positions within the put. layers: as in `get`.
+
+        Raises InvalidRoutingError for positions that the put does not have, and as `resolve`.
+        """
+        return read_spans(self._client(), spans, layers)
 
     def wait_for(
         self, ids: Iterable[str], timeout_s: float = 60.0, weight_version: str | int | None = None

@@ -9,9 +9,10 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
-from typing import SupportsIndex, TypeGuard
+from typing import SupportsIndex, TypeGuard, overload
 
 from rr_dataset.errors import InvalidRoutingError
 from rr_dataset.live import intersect_ranges, merge_ranges, subtract_ranges
@@ -25,6 +26,29 @@ class Held(Enum):
 
 
 Tokens = slice | Sequence[Range] | None | Held
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of one sample that a rank computes: the tokens of `ranges`, then `padding` rows.
+
+    ranges: (start, stop) of absolute positions, in the order of the rank's rows. They speak of the trainer's tokens: what the
+        record does not have of them, also past its end, is missing and no error.
+    """
+
+    ranges: tuple[Range, ...]
+    padding: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens, without padding."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows, with padding."""
+        return self.num_tokens + self.padding
+
 
 _START, _STOP = operator.itemgetter(0), operator.itemgetter(1)
 _EXPECTED = "expected None, a slice, or a list of (start, stop) ranges"
@@ -60,12 +84,22 @@ def held_ranges(head: RecordHead) -> tuple[Range, ...]:
     return merge_ranges((tile.start, tile.stop) for tile in head.tiles)
 
 
-def tokens_per_id(tokens: Tokens | Sequence[Tokens], count: int) -> Sequence[Tokens]:
+@overload
+def tokens_per_id(tokens: Tokens | Sequence[Tokens], count: int) -> Sequence[Tokens]: ...
+
+
+@overload
+def tokens_per_id(tokens: Tokens | Share | Sequence[Tokens | Share], count: int) -> Sequence[Tokens | Share]: ...
+
+
+def tokens_per_id(
+    tokens: Tokens | Share | Sequence[Tokens] | Sequence[Tokens | Share], count: int
+) -> Sequence[Tokens] | Sequence[Tokens | Share]:
     """One selection for each of `count` ids: the same for all, or one per id.
 
     A list of (start, stop) pairs is one selection for all. Raises InvalidRoutingError for another number of selections.
     """
-    if tokens is None or isinstance(tokens, (slice, Held)) or is_ranges(tokens):
+    if tokens is None or isinstance(tokens, (slice, Held, Share)) or is_ranges(tokens):
         return [tokens] * count
     if not isinstance(tokens, (list, tuple)):
         raise InvalidRoutingError(f"tokens={tokens!r}: {_EXPECTED}, or a list with one of these per id")

@@ -17,11 +17,12 @@ FRONTS = 5
 FACADE = "__init__"
 
 ROWS = (
-    ("errors", "options", "clock", "record", "keys", "layout", "live", "selection", "contracts"),
-    ("slab", "spool_place", "spool", "supervisor", "receipt", "intake", "writer", "capture"),
+    ("errors", "options", "clock", "record", "keys", "layout", "live", "selection", "padding", "contracts"),
+    ("slab", "spool_place", "spool", "supervisor", "receipt", "intake", "feed", "reserved", "writer", "capture"),
     ("schema", "shard"),
     ("storage",),
     (
+        "at_once",
         "walk",
         "tombstones",
         "publish",
@@ -30,6 +31,7 @@ ROWS = (
         "snapshot",
         "payload",
         "lookup",
+        "packed",
         "follow",
         "arrow_view",
         "dataset",
@@ -51,7 +53,7 @@ THIRD_PARTY = (
     {"numpy"},
     {"numpy", "xxhash"},
     {"numpy", "xxhash", "pyarrow"},
-    {"numpy", "fsspec"},
+    {"numpy", "fsspec", "s3fs", "aiohttp", "botocore", "obstore"},
     {"numpy", "xxhash", "pyarrow"},
 )
 # The engine process imports the module a tensor came from when it sees one; nothing else is imported in a function.
