@@ -31,7 +31,6 @@ def s3_server() -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def s3(s3_server: S3Server) -> Iterator[Place]:
-    """An own bucket with a prefix: `uri`, `options` for `storage_options`, `environment` for processes, botocore's `client`."""
-    with s3_server.place() as place:
-        yield place
+def s3(s3_server: S3Server) -> Place:
+    """An own prefix: `uri`, `options` for `storage_options`, `environment` for processes, botocore's `client`."""
+    return s3_server.place()

