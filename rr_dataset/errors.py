@@ -6,6 +6,7 @@ RoutingDatasetError
 │   ├── InvalidRoutingError                   shape, layers, dtype or range do not match the spec
 │   ├── SpecMismatchError                     the dataset exists with another spec or key scheme
 │   └── RecordTooLargeError                   the record does not fit the spool, whatever its state
+├── PutManyError                              some items of put_many were not stored; has the receipts of the others
 ├── NotFoundError (LookupError)
 │   ├── DatasetNotFoundError (FileNotFoundError)
 │   ├── RecordNotFoundError (KeyError)
@@ -31,6 +32,12 @@ RoutingDatasetWarning (UserWarning)           something foreign or damaged was s
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
 
 class RoutingDatasetError(Exception):
     """Anything that rr_dataset raises on purpose."""
@@ -54,6 +61,19 @@ class SpecMismatchError(InvalidInputError):
 
 class RecordTooLargeError(InvalidInputError):
     """The record does not fit the spool, whatever its state."""
+
+
+class PutManyError(RoutingDatasetError):
+    """Some items of `put_many` were not stored, the others were.
+
+    errors: by number of the item, what `put` raised. receipts: one for each item in order, None for those.
+    """
+
+    def __init__(
+        self, message: str, errors: Mapping[int, RoutingDatasetError] | None = None, receipts: Sequence[Any] = ()
+    ) -> None:
+        super().__init__(message)
+        self.errors, self.receipts = errors or {}, receipts
 
 
 class NotFoundError(RoutingDatasetError, LookupError):

@@ -23,22 +23,32 @@ from rr_dataset.record import LAYOUTS, MAX_POSITION, STATUSES, Range, RoutingSpe
 from rr_dataset.slab import array_offsets
 
 MAX_META_BYTES = 1_000_000  # so that the row of a drop fits a control slab, whatever its put said
+MAX_REASON_BYTES = 1000  # a text for people; thousands of rows fit a control slab only if each is short
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+_NOTHING = np.empty((0, 0, 0), np.uint8)
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 BLOCK_BYTES = 1 << 19  # of the source, when casting: a block and its copy stay in the second-level cache
 
 
+@dataclass(slots=True)
+class Room:
+    """In the place of routing: so many tokens, which the caller fills in where they are stored, tokens first."""
+
+    num_tokens: int
+
+
 @dataclass(slots=True)  # not frozen: that would cost a microsecond a put
 class Intake:
-    """One record, checked and ready to be copied.
+    """One record, checked and ready for the spool.
 
-    routing: [tokens, layers, top_k], a view of the caller's memory. tokens_first: whether that is also its order in
-    memory, which the spool keeps; the worker transposes.
+    routing: [tokens, layers, top_k], a view of the caller's memory; of a Room nothing.
+    tokens_first: whether that is also the order in memory, which the spool keeps; the worker transposes.
     """
 
     request_id: bytes
     meta: bytes
     spec: RoutingSpec
+    shape: tuple[int, int, int]  # tokens, layers, top_k
     routing: npt.NDArray[Any]
     tokens_first: bool
     present: tuple[Range, ...]  # token rows of `routing` that mean something
@@ -49,7 +59,7 @@ class Intake:
     @property
     def num_tokens(self) -> int:
         """Length of the token axis."""
-        return len(self.routing)
+        return self.shape[0]
 
     @property
     def payload_bytes(self) -> int:
@@ -61,21 +71,38 @@ class Intake:
 
         Raises InvalidRoutingError when an id is out of range; `payload` is then rubbish.
         """
-        tokens, layers, top_k = self.routing.shape
-        ids_at, logprobs_at, _ = self.offsets
-        dtype = np.dtype(self.spec.dtype)
-        stored = payload[: self.routing.size * dtype.itemsize].view(dtype)
-        if self.tokens_first:
-            target = stored.reshape(tokens, layers, top_k)
-        else:
-            target = stored.reshape(layers, tokens, top_k).transpose(1, 0, 2)
-        if self.present != ((0, tokens),):
-            stored.fill(0)
+        target = self.experts_in(payload)
+        if self.present != ((0, self.shape[0]),):
+            target.fill(0)
         for start, stop in self.present:
             _copy(target[start:stop], self.routing[start:stop], self.spec.num_experts, start)
-        for array, at in ((self.token_ids, ids_at), (self.logprobs, logprobs_at)):
+        self.fill_tokens(payload)
+
+    def fill_tokens(self, payload: npt.NDArray[np.uint8]) -> None:
+        """Copy token ids and log-probabilities only."""
+        for array, at in ((self.token_ids, self.offsets[0]), (self.logprobs, self.offsets[1])):
             if array is not None:
                 payload[at : at + array.nbytes] = array.view(np.uint8)
+
+    def experts_in(self, payload: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+        """[tokens, layers, top_k] of the stored dtype, a view of `payload`."""
+        tokens, layers, top_k = self.shape
+        dtype = np.dtype(self.spec.dtype)
+        stored: npt.NDArray[Any] = payload[: tokens * layers * top_k * dtype.itemsize].view(dtype)
+        view: npt.NDArray[Any] = stored.reshape(*((tokens, layers) if self.tokens_first else (layers, tokens)), top_k)
+        return view if self.tokens_first else view.transpose(1, 0, 2)
+
+    def check(self, payload: npt.NDArray[np.uint8]) -> None:
+        """Of a Room that was filled: make missing rows zero and check the ids of the others.
+
+        Raises InvalidRoutingError when an id is out of range.
+        """
+        experts, at = self.experts_in(payload), 0
+        for start, stop in self.present:
+            experts[at:start] = 0
+            _check(experts[start:stop], self.spec.num_experts, start, 0)
+            at = stop
+        experts[at:] = 0
 
 
 def take_in(
@@ -101,11 +128,15 @@ def take_in(
     spec = dataset.spec
     dataset.keys.parse(request_id)
     chosen = spec.check_layers(layers)
-    routing = _routing(routed_experts, layout, len(chosen), spec)
-    tokens = len(routing)
+    if isinstance(routed_experts, Room):
+        routing, tokens, tokens_first = _NOTHING, _count("num_tokens", routed_experts.num_tokens), True
+    else:
+        routing = _routing(routed_experts, layout, len(chosen), spec)
+        tokens = len(routing)
+        tokens_first = tokens > 1 and len(chosen) > 1 and abs(routing.strides[0]) > abs(routing.strides[1])
     whole = _whole(token_start, tokens)
     gaps = _ranges("missing", missing, whole)
-    some_layers = layers is not None and chosen != spec.moe_layers
+    some_layers = chosen is not spec.moe_layers and chosen != spec.moe_layers
     part = part or some_layers
     status = status or ("partial" if part else "complete")
     if status not in STATUSES[:-1]:
@@ -131,17 +162,19 @@ def take_in(
         meta["token_ids"] = True
     if probabilities is not None:
         meta["logprobs"] = True
+    shape = (tokens, len(chosen), spec.top_k)
     return Intake(
         request_id=request_id.encode(),
         meta=_meta_bytes(meta),
         spec=spec,
+        shape=shape,
         routing=routing,
-        tokens_first=tokens > 1 and len(chosen) > 1 and abs(routing.strides[0]) > abs(routing.strides[1]),
+        tokens_first=tokens_first,
         present=_between(gaps, whole),
         token_ids=ids,
         logprobs=probabilities,
         offsets=array_offsets(
-            routing.size * np.dtype(spec.dtype).itemsize,
+            tokens * shape[1] * spec.top_k * np.dtype(spec.dtype).itemsize,
             tokens,
             token_ids=ids is not None,
             logprobs=probabilities is not None,
@@ -149,11 +182,53 @@ def take_in(
     )
 
 
-def drop_meta(intake: Intake, reason: str) -> bytes:
-    """The meta of the row that tells of a dropped put; what describes its tokens or is large is left out."""
+@dataclass(slots=True)
+class Drop:
+    """The row that tells of a record which is not there."""
+
+    request_id: bytes
+    meta: bytes
+    num_tokens: int
+    reason: str
+
+
+def drop_of(intake: Intake, reason: str) -> Drop:
+    """The row of a dropped put; what describes its tokens or is large is left out."""
     meta = json.loads(intake.meta)
     kept = {name: meta[name] for name in ("start", "part", "weight") if name in meta}
-    return _encode({**kept, "status": "dropped", "reason": reason}).encode()
+    encoded = _encode({**kept, "status": "dropped", "reason": reason}).encode()
+    return Drop(intake.request_id, encoded, intake.num_tokens, reason)
+
+
+def take_drop(
+    dataset: DatasetFormat,
+    request_id: str,
+    reason: str,
+    *,
+    num_tokens: int,
+    token_start: int,
+    part: bool,
+    weight_version: str | int | None,
+) -> Drop:
+    """Check the arguments of `RoutingWriter.drop`, which describes them; a long reason is cut.
+
+    Raises InvalidRequestIdError or InvalidRoutingError.
+    """
+    dataset.keys.parse(request_id)
+    encoded = _text("reason", reason).encode()
+    if not encoded:
+        raise InvalidRoutingError("reason='': expected a text that says why")
+    if len(encoded) > MAX_REASON_BYTES:
+        reason = encoded[: MAX_REASON_BYTES - 3].decode(errors="ignore") + "..."
+    tokens = _count("num_tokens", num_tokens)
+    meta: dict[str, Any] = {}
+    if start := _whole(token_start, tokens)[0]:
+        meta["start"] = start
+    if part:
+        meta["part"] = True
+    if weight_version is not None:
+        meta["weight"] = _text("weight_version", str(weight_version))
+    return Drop(request_id.encode(), _meta_bytes({**meta, "status": "dropped", "reason": reason}), tokens, reason)
 
 
 def to_array(name: str, value: Any) -> npt.NDArray[Any]:
@@ -246,6 +321,16 @@ def _per_token(name: str, value: Any, tokens: int, dtype: np.dtype[Any]) -> npt.
         if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
             raise InvalidRoutingError(f"{name} holds {low} to {high}: expected what fits {dtype}")
     return np.ascontiguousarray(array, dtype)
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        count = index(value)
+    except TypeError:
+        count = -1
+    if not 0 <= count <= MAX_POSITION:
+        raise InvalidRoutingError(f"{name}={value!r}: expected a number of tokens, 0 to 2**31 - 1")
+    return count
 
 
 def _whole(token_start: Any, tokens: int) -> Range:

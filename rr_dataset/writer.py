@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import json
 import logging
 import os
@@ -10,31 +11,35 @@ import secrets
 import socket
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rr_dataset.errors import (
     InvalidInputError,
+    PutManyError,
     RoutingDatasetError,
     SpoolFullError,
     WriterClosedError,
     WriterError,
     WriterForkedError,
 )
-from rr_dataset.intake import Intake, drop_meta, take_in
-from rr_dataset.layout import DatasetFormat, row_ref
+from rr_dataset.feed import Feed
+from rr_dataset.intake import Intake, Room, take_drop, take_in
+from rr_dataset.layout import DatasetFormat
 from rr_dataset.options import WriterOptions, check_seconds
 from rr_dataset.receipt import FlushReport, Receipt, WriterStats
 from rr_dataset.record import Range, RoutingSpec, Span
-from rr_dataset.slab import DELETE, DROP, PUT, TOKENS_FIRST, Batch
+from rr_dataset.reserved import ReservedRecord
+from rr_dataset.slab import DELETE
 from rr_dataset.spool import Spool
 from rr_dataset.spool_place import choose_base
 from rr_dataset.supervisor import Supervisor
 
 LAST_WORK_S = 1.0  # for a worker whose time to drain is over: it is killed then, and the spool keeps what is left
+SHOWN_ERRORS = 3  # in the message of a PutManyError; the error has all
 LATENCIES = 4096  # puts that the percentiles of stats() look back on
 
 _log = logging.getLogger("rr_dataset")
@@ -67,12 +72,6 @@ class RoutingWriter:
         self._pid = os.getpid()
         self._closed = False
         self._closing = threading.RLock()  # held until closed
-        self._lock = threading.Lock()  # guards the counters below
-        self._accepted = self._durable = self._durable_bytes = self._dropped_without_row = self._set_aside = 0
-        self._reported = (0, 0)
-        self._dropped: Counter[str] = Counter()
-        self._unreported: Counter[str] = Counter()
-        self._failures: list[str] = []  # of batches that will not become durable, unreported
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
 
         self.writer_id = secrets.token_hex(8)
@@ -104,7 +103,8 @@ class RoutingWriter:
         supervisor = Supervisor(self._spool, self.options, start)
         try:
             self._spool.allocate()  # while the worker starts
-            supervisor.on_done = self._count
+            self._feed = Feed(self._spool, supervisor, self.options, self.writer_id)
+            supervisor.on_done = self._feed.count
             hello = supervisor.greet()
             self.dataset = DatasetFormat.from_json(hello["format"].encode())
             self._spool.identify(
@@ -179,56 +179,140 @@ class RoutingWriter:
             weight_version=weight_version,
             tags=tags,
         )
-        reservation = self._spool.reserve(
-            PUT,
-            TOKENS_FIRST if intake.tokens_first else 0,
-            intake.request_id,
-            intake.meta,
-            tokens=intake.num_tokens,
-            payload_bytes=intake.payload_bytes,
-            wait_s=self.options.block_timeout_s if self.options.on_full == "block" else 0,
-        )
+        reservation = self._feed.room(intake)
         if reservation is None:
-            return self._drop(intake)
+            return self._feed.drop_full(intake)
         try:
             intake.fill(reservation.payload)
-            batch = self._spool.commit(reservation)
+            receipt = self._feed.commit(reservation, intake)
         except BaseException:
-            self._spool.abort(reservation)
+            self._feed.abort(reservation)
             raise
-        with self._lock:
-            self._accepted += 1
         self._latencies.append(time.perf_counter() - began)
-        return Receipt(self._supervisor, batch, self._ref(reservation.t_submit, intake))
+        return receipt
 
-    def _drop(self, intake: Intake) -> Receipt:
-        if self.options.on_full == "raise":
-            raise SpoolFullError(
-                f"no room for record {intake.request_id.decode()!r} ({intake.payload_bytes} bytes) in {self._spool.directory}"
-                f"{self._supervisor.because()}; raise spool_bytes, or flush before you put more"
+    def put_many(self, items: Iterable[Mapping[str, Any] | Sequence[Any]]) -> list[Receipt]:
+        """Put several records; their receipts in order. One that is refused keeps no other from being stored.
+
+        items: the arguments of `put`, each as a mapping by name or a sequence in their order.
+
+        Raises PutManyError, after all others are stored, for items that `put` would have raised for; it names them, and has
+        the receipts of the others. Raises WriterClosedError or WriterForkedError before anything is stored.
+        """
+        self._check_usable()
+        receipts: list[Receipt | None] = []
+        errors: dict[int, RoutingDatasetError] = {}
+        named: list[str] = []
+        for number, item in enumerate(items):
+            try:
+                receipts.append(self._put_item(item))
+            except RoutingDatasetError as error:
+                errors[number] = error
+                named.append(f"item {number} ({_id_of(item)!r}): {error}")
+                receipts.append(None)
+        if errors:
+            text = "; ".join(named[:SHOWN_ERRORS]) + ("; ..." if len(named) > SHOWN_ERRORS else "")
+            raise PutManyError(
+                f"{len(errors)} of {len(receipts)} records were not stored, the others were: {text}", errors, receipts
             )
-        reason = "spool full"
-        reservation = self._spool.reserve(
-            DROP, 0, intake.request_id, drop_meta(intake, reason), tokens=intake.num_tokens, payload_bytes=0
+        return [receipt for receipt in receipts if receipt is not None]
+
+    def _put_item(self, item: Any) -> Receipt:
+        if isinstance(item, Mapping):
+            if set(REQUIRED) <= item.keys() <= PUT_ARGUMENTS.keys():
+                return self.put(**item)
+            given = f"the names {', '.join(map(str, item))}"
+        elif isinstance(item, (tuple, list)):
+            if len(REQUIRED) <= len(item) <= len(PUT_ARGUMENTS):
+                return self.put(*item)
+            given = f"{len(item)} values"
+        else:
+            given = f"a {type(item).__name__}"
+        raise InvalidInputError(f"an item is {given}: expected the arguments of put, {', '.join(PUT_ARGUMENTS)}")
+
+    def reserve(
+        self,
+        request_id: str,
+        num_tokens: int,
+        layers: Sequence[int] | None = None,
+        token_ids: Any = None,
+        logprobs: Any = None,
+        token_start: int = 0,
+        part: bool = False,
+        status: str | None = None,
+        missing: Sequence[Range] = (),
+        weight_version: str | int | Sequence[Span] | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> ReservedRecord:
+        """Room for one record in the spool, to be filled in place: `put` without the copy.
+
+            with writer.reserve(request_id, num_tokens) as record:
+                record.missing = gather(slots, out=record.experts)
+            record.receipt.wait()
+
+        The `with` yields an object whose `experts` is a writable array [num_tokens, layers, top_k] of the stored dtype in
+        shared memory. Write every row that is not missing; do not keep the array, others fill that memory later. `status`,
+        `missing`, `weight_version` and `tags` of the object may be set until the end: then the record is copied once within
+        the spool, so give `reserve` what is known. When the `with` ends, the ids are checked and the record is stored as
+        `put` would have. An exception inside it stores nothing and goes on. Be quick: what was put around it is not published
+        meanwhile.
+
+        The arguments are those of `put`. Raises InvalidRequestIdError, InvalidRoutingError, WriterClosedError or WriterForkedError;
+        the `with` raises RecordTooLargeError, and SpoolFullError under on_full="raise", when it begins, and InvalidRoutingError for
+        an id out of range when it ends. With a full spool it waits and drops as `put` does: `dropped` of the object then says so,
+        `experts` is memory that nobody reads, and the receipt is that of a drop.
+        """
+        self._check_usable()
+
+        def described(**late: Any) -> Intake:
+            return take_in(
+                self.dataset,
+                request_id,
+                Room(num_tokens),
+                layout="TLK",
+                layers=layers,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                token_start=token_start,
+                part=part,
+                **late,
+            )
+
+        return ReservedRecord(
+            self._feed, described, status=status, missing=missing, weight_version=weight_version, tags=tags
         )
-        if reservation is not None:
-            self._spool.commit(reservation)
-        with self._lock:
-            first = not self._unreported[reason]
-            self._dropped[reason] += 1
-            self._unreported[reason] += 1
-            self._dropped_without_row += reservation is None
-        if first:
-            _log.warning(
-                "record %r was dropped: %s%s. The next flush counts it and those that follow; raise spool_bytes=%d, flush "
-                'more often, or choose on_full="raise"',
-                *(intake.request_id.decode(), reason, self._supervisor.because(), self.options.spool_bytes),
-            )
-        ref = "" if reservation is None else self._ref(reservation.t_submit, intake)
-        return Receipt(self._supervisor, reason, ref)
 
-    def _ref(self, t_submit: int, intake: Intake) -> str:
-        return row_ref(f"{t_submit:016x}-{self.writer_id}", intake.request_id.decode())
+    def drop(
+        self,
+        request_id: str,
+        reason: str,
+        num_tokens: int = 0,
+        token_start: int = 0,
+        part: bool = False,
+        weight_version: str | int | None = None,
+    ) -> Receipt:
+        """Leave a row that says why a record will never be there: `wait_for` on its id then returns at once, and tells.
+
+        reason: a text for people; beyond 1,000 bytes it is cut. `stats` and FlushReport count by it, so keep ids out of it.
+        num_tokens: how many tokens the record had, as far as is known. part: whether earlier puts of this id stay; the drop of a
+            whole put replaces them, as the put would have.
+
+        The receipt is that of a dropped put: `wait` raises RecordDroppedError at once; `flush` makes the row durable. When the room
+        for such rows is full, it is counted without one. Raises InvalidRequestIdError, InvalidRoutingError, WriterClosedError or
+        WriterForkedError.
+        """
+        self._check_usable()
+        return self._feed.drop(
+            take_drop(
+                self.dataset,
+                request_id,
+                reason,
+                num_tokens=num_tokens,
+                token_start=token_start,
+                part=part,
+                weight_version=weight_version,
+            )
+        )
 
     # ---- deletes
 
@@ -272,11 +356,8 @@ class RoutingWriter:
         """
         self._check_usable()
         self._supervisor.wait(self._spool.batches(), check_seconds("timeout_s", timeout_s))
-        self._raise_failures()
-        with self._lock:
-            before, self._reported = self._reported, (self._durable, self._durable_bytes)
-            dropped, self._unreported = dict(self._unreported), Counter()
-            return FlushReport(self._durable - before[0], self._durable_bytes - before[1], dropped)
+        self._feed.raise_failures()
+        return self._feed.report()
 
     def close(self) -> None:
         """Flush within `drain_timeout_s`, end the worker and delete the spool. Closing twice is no error.
@@ -299,20 +380,18 @@ class RoutingWriter:
 
     def _close(self) -> None:
         self._spool.refuse()
-        with self._lock:
-            dropped = dict(self._unreported)
-        for reason, count in dropped.items():
+        for reason, count in self._feed.unreported().items():
             _log.warning("%d records were dropped, of which no flush has told: %s", count, reason)
         kept, still_open = True, 0
         deadline = time.monotonic() + self.options.drain_timeout_s
         try:
             try:
                 self._supervisor.wait(self._spool.batches(), self.options.drain_timeout_s)
-                self._raise_failures()
+                self._feed.raise_failures()
             finally:
                 self._spool.close_active()  # what nobody is still filling is the worker's last work
                 self._supervisor.stop(timeout_s=max(deadline - time.monotonic(), LAST_WORK_S))
-                self._count(self._spool.collect())
+                self._feed.count(self._spool.collect())
                 kept = self._spool.holds_data()
                 still_open = self._spool.close(remove=not kept)
         except WriterError as error:
@@ -329,26 +408,26 @@ class RoutingWriter:
         opened = [batch.opened_s for batch in self._spool.batches()]
         error = self._supervisor.last_error
         used_bytes = self._spool.used_bytes()
-        with self._lock:
-            return WriterStats(
-                accepted=self._accepted,
-                durable=self._durable,
-                durable_bytes=self._durable_bytes,
-                dropped=dict(self._dropped),
-                dropped_without_row=self._dropped_without_row,
-                set_aside=self._set_aside,
-                recovered=self._supervisor.recovered,
-                left=tuple(self._supervisor.left),
-                spool_dir=str(self._spool.directory),
-                spool_bytes=self.options.spool_bytes,
-                spool_used_bytes=used_bytes,
-                oldest_age_s=time.monotonic() - min(opened) if opened else 0.0,
-                put_p50_s=latencies[len(latencies) // 2],
-                put_p99_s=latencies[len(latencies) * 99 // 100],
-                worker_pid=self._supervisor.worker_pid,
-                worker_restarts=self._supervisor.restarts,
-                last_error=None if error is None else str(error),
-            )
+        feed = self._feed
+        return WriterStats(
+            accepted=feed.accepted,
+            durable=feed.durable,
+            durable_bytes=feed.durable_bytes,
+            dropped=feed.dropped(),
+            dropped_without_row=feed.dropped_without_row,
+            set_aside=feed.set_aside,
+            recovered=self._supervisor.recovered,
+            left=tuple(self._supervisor.left),
+            spool_dir=str(self._spool.directory),
+            spool_bytes=self.options.spool_bytes,
+            spool_used_bytes=used_bytes,
+            oldest_age_s=time.monotonic() - min(opened) if opened else 0.0,
+            put_p50_s=latencies[len(latencies) // 2],
+            put_p99_s=latencies[len(latencies) * 99 // 100],
+            worker_pid=self._supervisor.worker_pid,
+            worker_restarts=self._supervisor.restarts,
+            last_error=None if error is None else str(error),
+        )
 
     def __enter__(self) -> RoutingWriter:
         return self
@@ -358,27 +437,21 @@ class RoutingWriter:
     ) -> None:
         self.close()
 
-    def _raise_failures(self) -> None:
-        with self._lock:
-            failures, self._failures = self._failures, []
-        if failures:
-            raise WriterError("; ".join(failures))
-
-    def _count(self, finished: Sequence[Batch]) -> None:
-        with self._lock:
-            for batch in finished:
-                if batch.failure is not None:
-                    self._failures.append(batch.failure)
-                    self._set_aside += batch.records
-                elif not batch.control:
-                    self._durable += batch.records
-                    self._durable_bytes += batch.bytes
-
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise WriterForkedError("this writer belongs to the parent process; open one after the fork")
         if self._closed:
             raise WriterClosedError("the writer is closed")
+
+
+PUT_ARGUMENTS = dict.fromkeys(list(inspect.signature(RoutingWriter.put).parameters)[1:])  # in order
+REQUIRED = tuple(PUT_ARGUMENTS)[:2]
+
+
+def _id_of(item: Any) -> Any:
+    if isinstance(item, Mapping):
+        return item.get("request_id")
+    return item[0] if isinstance(item, (tuple, list)) and item else None
 
 
 _open_writers: set[RoutingWriter] = set()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rr_dataset import intake as intake_module
 from rr_dataset.errors import InvalidRequestIdError, InvalidRoutingError
-from rr_dataset.intake import MAX_META_BYTES, Intake, drop_meta, take_in, to_array
+from rr_dataset.intake import MAX_META_BYTES, Intake, drop_of, take_in, to_array
 from rr_dataset.keys import KeyScheme
 from rr_dataset.layout import DatasetFormat
 from rr_dataset.record import Range, RoutingSpec
@@ -434,8 +434,8 @@ def test_a_drop_says_what_it_was_to_be_and_nothing_of_its_tokens() -> None:
     expected = {"start": 40, "part": True, "status": "dropped", "reason": "full"}
     array = ltk()[:2]
     spans = take(array, layout="LTK", weight_version=[(40, 42, "7")], token_ids=[1] * 5, **put)
-    assert json.loads(drop_meta(spans, "full")) == expected
-    assert json.loads(drop_meta(take(array, layout="LTK", weight_version=7, **put), "full")) == {
+    assert json.loads(drop_of(spans, "full").meta) == expected
+    assert json.loads(drop_of(take(array, layout="LTK", weight_version=7, **put), "full").meta) == {
         **expected,
         "weight": "7",
     }

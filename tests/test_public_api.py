@@ -87,6 +87,12 @@ WRITER_SIGNATURES = {
         "weight_version",
         "tags",
     ],
+    "RoutingWriter.put_many": ["self", "items"],
+    "RoutingWriter.reserve": [
+        *("self", "request_id", "num_tokens", "layers", "token_ids", "logprobs", "token_start", "part", "status"),
+        *("missing", "weight_version", "tags"),
+    ],
+    "RoutingWriter.drop": ["self", "request_id", "reason", "num_tokens", "token_start", "part", "weight_version"],
     "RoutingWriter.flush": ["self", "timeout_s"],
     "RoutingWriter.close": ["self"],
     "RoutingWriter.stats": ["self"],

@@ -14,6 +14,7 @@ import pytest
 import rr_dataset as rr
 from rr_dataset import writer as writer_module
 from rr_dataset.intake import Intake
+from rr_dataset.slab import Batch
 from tests.engines import SPEC, experts, options, spools, stopped, stored_rows, until
 
 DEADLINE_S = 60.0
@@ -134,7 +135,7 @@ def test_whatever_was_accepted_is_durable_when_close_returns(tmp_path: Path, pla
     writer.close()
     for thread in threads:
         thread.join(DEADLINE_S)
-    kept = [receipt for receipt in accepted if isinstance(receipt._outcome, writer_module.Batch)]
+    kept = [receipt for receipt in accepted if isinstance(receipt._outcome, Batch)]
     assert all(receipt.durable() for receipt in kept)
     assert spools(place) == []
     rows = stored_rows(tmp_path / "ds")
