@@ -26,7 +26,7 @@ class _Step:
     """A step that was launched into `table`."""
 
     table: SlotTable
-    rows: Arrival
+    rows: Arrival | None  # None: they were fed, and nobody knows their rows
     slots: Arrival
     marks: Callable[[Array], Array]  # of the slots, as they were at launch
     positions: Arrival | None  # for debug
@@ -134,24 +134,26 @@ class StepCapturer:
         Raises InvalidRoutingError when slots are out of range, or layers or rows were not recorded: of this step then
         only what is certain is written.
         """
-        if self.table is None or self.suspended:
+        if self.table is None:
             return
         certain, unseen = self._end_of_step()
         while len(self._pending) >= IN_FLIGHT:
             self._write(self._pending.popleft())
         tokens = len(slots) if num_tokens is None else min(num_tokens, len(slots))
-        kept = min(tokens, certain)
+        kept = 0 if self.suspended else min(tokens, certain)
+        if self.debug and positions is None:
+            raise InvalidInputError("debug=True writes positions: prepare needs positions=")
         if kept and self._buffer is not None:
-            if self.debug and positions is None:
-                raise InvalidInputError("debug=True writes positions: prepare needs positions=")
-            rows, at = self._buffer.send(kept, self._turn), _taken(positions, kept) if self.debug else None
+            rows, at = self._buffer.send(kept, self._turn), _taken(positions[:kept]) if self.debug else None
             self._pending.append(_Step(self.table, rows, *self._owners(self.table, slots[:kept]), at))
             self._turn += 1
         if kept < tokens:
-            raise InvalidRoutingError(
-                f"a step of {tokens} tokens, of which {certain} were recorded"
-                + (f", layers {shown_layers(unseen)} never: check indexed=" if unseen else " in every layer")
-            )
+            self._pending.append(_Step(self.table, None, *self._owners(self.table, slots[kept:tokens]), None))
+            if not self.suspended:
+                raise InvalidRoutingError(
+                    f"a step of {tokens} tokens, of which {certain} were recorded in every layer"
+                    + (f"; layers {shown_layers(unseen)} had none: check indexed=" if unseen else "")
+                )
 
     def flush(self, keep: int = 0) -> int:
         """Write the rows of launched steps into the table, but those of the last `keep`; how many steps that were.
@@ -181,18 +183,22 @@ class StepCapturer:
     @staticmethod
     def _owners(table: SlotTable, slots: Any) -> tuple[Arrival, Callable[[Array], Array]]:
         """The slots, and what gives their marks of this moment."""
-        arrival = _taken(slots, len(slots))
+        arrival = _taken(slots)
         if not on_host(slots):
             return arrival, partial(table.marks_of, table.snapshot(), epoch=table.epoch)
         marks = table.marks(np.maximum(arrival(), 0))
         return arrival, lambda _: marks
 
     def _write(self, step: _Step) -> None:
-        rows, slots = step.rows(), step.slots()
+        slots = step.slots()
         marks = step.marks(np.maximum(slots, 0))
+        real = slots >= 0
+        if step.rows is None:
+            step.table.erase(slots[real], marks[real])
+            return
+        rows = step.rows()
         if step.positions is not None:
             rows = expected_ids(self.spec, step.positions(), self.layers)
-        real = slots >= 0
         if not real.all():
             slots, rows, marks = slots[real], rows[real], marks[real]
         late = step.table.scatter(slots, rows, marks)
@@ -207,10 +213,10 @@ def expected_ids(spec: RoutingSpec, positions: Array, layers: Sequence[int]) -> 
     return ids.astype(spec.dtype)
 
 
-def _taken(value: Any, count: int) -> Arrival:
-    """The first of these whole numbers: read now if they are on the host, else on their way."""
+def _taken(value: Any) -> Arrival:
+    """Whole numbers: read now if they are on the host, else on their way."""
     if on_host(value):
-        numbers = host_array(value[:count])
+        numbers = host_array(value)
         return lambda: numbers
-    arrival = send(value[:count])
+    arrival = send(value)
     return lambda: host_array(arrival())

@@ -64,7 +64,8 @@ class Finished:
 class _Request:
     tags: dict[str, str]
     captured: bool
-    saved: int = 0  # positions before it are in parts that were put
+    saved: int = 0  # positions before it are in parts that were stored
+    reached: int = 0  # where the furthest of them ends
     parts: int = 0
     preemptions: int = 0
 
@@ -301,6 +302,9 @@ class RoutingCapture:
         total = fed if end.num_tokens is None else end.num_tokens
         if not 0 <= fed <= total:
             raise InvalidRoutingError(f"request {end.request_id!r}: {fed} tokens fed of {total}")
+        token_ids, logprobs = end.token_ids, end.logprobs
+        if total < request.reached:  # it was preempted, and ended before it was fed as far again
+            total, token_ids, logprobs = request.reached, None, None  # which the parts before have
         if not total:
             return self._drop(end.request_id, request, "nothing was fed")
         start = min(request.saved, total)
@@ -316,8 +320,8 @@ class RoutingCapture:
             end.request_id,
             total - start,
             layers=self._layers,
-            token_ids=_cut(end.token_ids, start, total),
-            logprobs=_cut(end.logprobs, start, total),
+            token_ids=_cut(token_ids, start, total),
+            logprobs=_cut(logprobs, start, total),
             token_start=start,
             part=request.parts > 0,
             status=status,
@@ -331,6 +335,7 @@ class RoutingCapture:
                 record.missing = found.missing + unfed
         self._counts["parts" if status == "partial" else "records"] += 1
         request.parts += 1
+        request.reached = total
         request.saved = found.missing[0][0] if found.missing else present
         return record.receipt
 

@@ -272,6 +272,11 @@ class SlotTable:
             self._marks[slots] = marks
         return late
 
+    def erase(self, slots: npt.NDArray[np.int64], marks: npt.NDArray[np.uint64]) -> None:
+        """As `scatter` of tokens that were fed, and whose rows nobody knows: what a slot had, a rejected draft's, is not theirs."""
+        current = self._generations[slots // self.block_size] == marks >> _SHIFT
+        self._marks[slots[current]] = 0
+
     # ---- the collector
 
     def look(self, blocks: Blocks, start: int, stop: int) -> tuple[tuple[Range, ...], tuple[Span, ...]]:
