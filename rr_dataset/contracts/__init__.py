@@ -59,6 +59,7 @@ def decode(
     prompt_token_ids: Any = None,
     weight_version: str | int | None = None,
     thorough: bool = False,
+    keep_errors: bool = False,
 ) -> list[Decoded]:
     """The records in one response of a system that `CONTRACTS` names: `writer.put(request_id, **decoded.put)`.
 
@@ -66,6 +67,7 @@ def decode(
     num_hidden_layers: of the model, where it has dense layers after the last MoE layer; else that one is taken for the last.
     token_start, prompt_token_ids, weight_version: what a response may leave out; they stand before what it says.
     thorough: also look for an expert that a token names twice; else only its first two are compared, which finds fillers.
+    keep_errors: a sample that does not fit is a `Decoded` with the error, and the others come too; else it is raised.
 
     Arrays are views of the response's memory where they can be. Expert ids that are out of range are found by `put`.
 
@@ -75,6 +77,10 @@ def decode(
         raise InvalidInputError(f"contract={contract!r}: expected one of {', '.join(CONTRACTS)}")
     facts = Facts(num_hidden_layers, token_start, prompt_token_ids, weight_version, thorough)
     try:
-        return list(CONTRACTS[contract](response, spec, facts))
+        decoded = list(CONTRACTS[contract](response, spec, facts))
     except (RecursionError, MemoryError) as error:
         raise InvalidRoutingError(f"{contract}: the response does not fit memory: {error}") from error
+    for one in decoded:
+        if one.error is not None and not keep_errors:
+            raise one.error
+    return decoded

@@ -27,6 +27,7 @@ from rr_dataset.contracts.rows import (
     Tokens,
     check_rows,
     count,
+    each,
     field,
     ids_of,
     layer_counts,
@@ -49,17 +50,13 @@ def sglang(response: Any, spec: RoutingSpec, facts: Facts) -> Iterator[Decoded]:
     A row of zeros is missing. Nothing at all, of a request that was aborted before it ran, is nothing to put.
     """
     samples = response if isinstance(response, (list, tuple)) else field(response, "choices") or [response]
-    for place, sample in enumerate(samples):
-        own = facts
-        if facts.prompt_token_ids is None:
-            own = replace(facts, prompt_token_ids=field(sample, "prompt_token_ids", "input_ids"))
-        meta = field(sample, "meta_info") or sample
-        index = count("sglang", "index", field(sample, "index"))
-        yield _sglang_sample(sample, meta, spec, own, place if index is None else index)
+    return each(samples, lambda place, sample: _sglang_sample(place, sample, spec, facts))
 
 
-def _sglang_sample(sample: Any, meta: Any, spec: RoutingSpec, facts: Facts, index: int) -> Decoded:
+def _sglang_sample(place: int, sample: Any, spec: RoutingSpec, facts: Facts) -> Decoded:
     name = "sglang"
+    meta = field(sample, "meta_info") or sample
+    index = _index(name, sample, place)
     status, payload = status_of(field(meta, "finish_reason")), field(meta, "routed_experts")
     if payload is None:
         return _nothing(name, index, status)
@@ -73,6 +70,7 @@ def _sglang_sample(sample: Any, meta: Any, spec: RoutingSpec, facts: Facts, inde
     else:
         array = from_memory(name, payload)
     check_rows(name, array, start, tokens, [1])
+    version = field(meta, "weight_version")
     return record(
         name,
         array,
@@ -83,7 +81,7 @@ def _sglang_sample(sample: Any, meta: Any, spec: RoutingSpec, facts: Facts, inde
         start=start,
         index=index,
         status=status,
-        weight_version=field(meta, "weight_version"),
+        weight_version=version,
     )
 
 
@@ -92,7 +90,7 @@ def _sglang_tokens(sample: Any, meta: Any, facts: Facts) -> Tokens:
     output = count(name, "completion_tokens", field(meta, "completion_tokens"))
     ids, logprobs = _columns(name, field(meta, "output_token_logprobs"), output)
     told = ids_of(name, "output_ids", field(sample, "output_ids"))
-    prompt_ids = ids_of(name, "prompt_token_ids", facts.prompt_token_ids)
+    prompt_ids = _prompt_ids(name, facts, sample, "prompt_token_ids", "input_ids")
     return Tokens(
         count(name, "prompt_tokens", field(meta, "prompt_tokens")),
         output,
@@ -124,15 +122,17 @@ def vllm(response: Any, spec: RoutingSpec, facts: Facts) -> Iterator[Decoded]:
     """
     name = "vllm"
     start = _start(name, facts, field(response, "routed_experts_prompt_start"))
-    for index, choice, tokens, status in _vllm_choices(name, response, facts):
+    version = field(response, "weight_version")
+
+    def decode_one(place: int, choice: Any) -> Decoded:
+        index, status = _index(name, choice, place), status_of(field(choice, "finish_reason"))
         payload = field(choice, "routed_experts")
         if payload is None:
-            yield _nothing(name, index, status)
-            continue
+            return _nothing(name, index, status)
+        tokens = _vllm_tokens(name, response, choice, facts)
         array = from_npy(name, payload) if is_text(payload) else from_memory(name, payload)
         check_rows(name, array, start, tokens, [1])
-        version = field(response, "weight_version")
-        yield record(
+        return record(
             name,
             array,
             spec,
@@ -145,6 +145,8 @@ def vllm(response: Any, spec: RoutingSpec, facts: Facts) -> Iterator[Decoded]:
             weight_version=version,
         )
 
+    return each(_choices(name, response), decode_one)
+
 
 def vllm_split(response: Any, spec: RoutingSpec, facts: Facts) -> Iterator[Decoded]:
     """0.21: `prompt_routed_experts` [prompt, layers, top_k], and of each choice [output, or output - 1, layers, top_k].
@@ -155,9 +157,13 @@ def vllm_split(response: Any, spec: RoutingSpec, facts: Facts) -> Iterator[Decod
     name = "vllm-0.21"
     given = field(response, "prompt_routed_experts")
     prompt = None if given is None else from_memory(name, given)
-    for index, choice, tokens, status in _vllm_choices(name, response, facts):
-        payload, start = field(choice, "routed_experts"), 0
-        parts = []
+    version = field(response, "weight_version")
+
+    def decode_one(place: int, choice: Any) -> Decoded:
+        index, status = _index(name, choice, place), status_of(field(choice, "finish_reason"))
+        payload = field(choice, "routed_experts")
+        tokens = _vllm_tokens(name, response, choice, facts)
+        start, parts = 0, []
         if prompt is not None:
             check_rows(f"{name} prompt", prompt, 0, replace(tokens, output=0), [0])
             parts.append(moe_only(name, prompt, spec, facts))
@@ -169,44 +175,45 @@ def vllm_split(response: Any, spec: RoutingSpec, facts: Facts) -> Iterator[Decod
             output = from_memory(name, payload)
             check_rows(f"{name} output", output, 0, replace(tokens, prompt=0), [0, 1])
             parts.append(moe_only(name, output, spec, facts))
+        elif status != "aborted":
+            status = "preempted"
         if not parts:
-            yield _nothing(name, index, status)
-            continue
-        yield record(
+            return _nothing(name, index, status)
+        array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        fillers = [MINUS_ONE]
+        return record(
             name,
-            parts[0] if len(parts) == 1 else np.concatenate(parts),
+            array,
             spec,
             facts,
             tokens=tokens,
-            fillers=[MINUS_ONE],
+            fillers=fillers,
             start=start,
             index=index,
-            status="preempted" if payload is None and status != "aborted" else status,
-            weight_version=field(response, "weight_version"),
+            status=status,
+            weight_version=version,
         )
 
+    return each(_choices(name, response), decode_one)
 
-def _vllm_choices(name: str, response: Any, facts: Facts) -> Iterator[tuple[int, Any, Tokens, str | None]]:
-    """Of each choice its number, itself, its tokens and its status."""
+
+def _choices(name: str, response: Any) -> Sequence[Any]:
     choices = field(response, "choices", "outputs")
     if not isinstance(choices, Sequence):
         raise refusal(name, "choices", "a response with choices or outputs", f"a {type(response).__name__} without")
-    prompt_ids = ids_of(
-        name,
-        "prompt_token_ids",
-        field(response, "prompt_token_ids") if facts.prompt_token_ids is None else facts.prompt_token_ids,
-    )
-    usage = field(response, "usage")
+    return choices
+
+
+def _vllm_tokens(name: str, response: Any, choice: Any, facts: Facts) -> Tokens:
+    prompt_ids, usage = _prompt_ids(name, facts, response, "prompt_token_ids"), field(response, "usage")
     prompt = len(prompt_ids) if prompt_ids is not None else count(name, "prompt_tokens", field(usage, "prompt_tokens"))
-    for place, choice in enumerate(choices):
-        ids = ids_of(name, "token_ids", field(choice, "token_ids"))
-        output = None if ids is None else len(ids)
-        if output is None and len(choices) == 1:
-            output = count(name, "completion_tokens", field(usage, "completion_tokens"))
-        logprobs = _vllm_logprobs(name, field(choice, "logprobs"), ids, output)
-        index = count(name, "index", field(choice, "index"))
-        status = status_of(field(choice, "finish_reason"))
-        yield place if index is None else index, choice, Tokens(prompt, output, prompt_ids, ids, logprobs), status
+    ids = ids_of(name, "token_ids", field(choice, "token_ids"))
+    if ids is not None:
+        output: int | None = len(ids)
+    else:
+        of_all = count(name, "completion_tokens", field(usage, "completion_tokens"))
+        output = of_all if len(_choices(name, response)) == 1 else None
+    return Tokens(prompt, output, prompt_ids, ids, _vllm_logprobs(name, field(choice, "logprobs"), ids, output))
 
 
 def _vllm_logprobs(name: str, given: Any, ids: Any, length: int | None) -> npt.NDArray[np.float32] | None:
@@ -234,26 +241,21 @@ def fastdeploy(response: Any, spec: RoutingSpec, facts: Facts) -> Iterator[Decod
     name = "fastdeploy"
     samples = field(response, "choices", "outputs")
     samples = [response] if samples is None else samples if isinstance(samples, (list, tuple)) else [samples]
-    prompt_ids = ids_of(
-        name,
-        "prompt_token_ids",
-        facts.prompt_token_ids if facts.prompt_token_ids is not None else field(response, "prompt_token_ids"),
-    )
-    for place, sample in enumerate(samples):
-        status = status_of(field(sample, "finish_reason"))
-        index = count(name, "index", field(sample, "index"))
-        index = place if index is None else index
+
+    def decode_one(place: int, sample: Any) -> Decoded:
+        index, status = _index(name, sample, place), status_of(field(sample, "finish_reason"))
         payload = field(sample, "routed_experts", "routing_indices")
         if payload is None:
-            yield _nothing(name, index, status)
-            continue
+            return _nothing(name, index, status)
+        prompt_ids = _prompt_ids(name, facts, response, "prompt_token_ids")
         ids = ids_of(name, "token_ids", field(sample, "completion_token_ids", "token_ids"))
-        tokens = Tokens(
-            None if prompt_ids is None else len(prompt_ids), None if ids is None else len(ids), prompt_ids, ids
-        )
+        prompt, output = (None if known is None else len(known) for known in (prompt_ids, ids))
+        tokens = Tokens(prompt, output, prompt_ids, ids)
         array = _fastdeploy_array(name, payload, tokens, spec) if is_text(payload) else from_memory(name, payload)
         check_rows(name, array, 0, tokens, [0, 1])
-        yield record(name, array, spec, facts, tokens=tokens, fillers=[MINUS_ONE], index=index, status=status)
+        return record(name, array, spec, facts, tokens=tokens, fillers=[MINUS_ONE], index=index, status=status)
+
+    return each(samples, decode_one)
 
 
 def _fastdeploy_array(name: str, payload: Any, tokens: Tokens, spec: RoutingSpec) -> npt.NDArray[Any]:
@@ -303,6 +305,16 @@ def _flat_shape(
     if rows and not size % (rows * row):
         came += f", {size // (rows * row)} layers; num_hidden_layers= says how many the model has"
     raise refusal(name, "size", expected, came)
+
+
+def _index(name: str, sample: Any, place: int) -> int:
+    told = count(name, "index", field(sample, "index"))
+    return place if told is None else told
+
+
+def _prompt_ids(name: str, facts: Facts, response: Any, *fields: str) -> npt.NDArray[Any] | None:
+    told = field(response, *fields) if facts.prompt_token_ids is None else facts.prompt_token_ids
+    return ids_of(name, "prompt_token_ids", told)
 
 
 def _start(name: str, facts: Facts, told: Any) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from rr_dataset.contracts.arrays import from_memory, refusal
+from rr_dataset.errors import InvalidRoutingError
 from rr_dataset.record import MAX_POSITION, Range, RoutingSpec, shown_layers
+
+T = TypeVar("T")
 
 MINUS_ONE, ZERO, COUNTING = "-1", "0", "arange"  # what stands in a row without routing
 
@@ -44,12 +47,14 @@ class Decoded:
     """One record of a response.
 
     index: its place among the samples of the response: the number of a choice, or a row of a batch.
-    put: what `RoutingWriter.put` takes; None if there is nothing to put, then `reason` says why.
+    put: what `RoutingWriter.put` takes; None if there is nothing to put, then `reason` says why. error: what does not fit, where
+    that is why.
     """
 
     index: int
     put: PutArguments | None
     reason: str | None = None
+    error: InvalidRoutingError | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +98,15 @@ class Tokens:
             at = max(self.prompt - start, 0)
             logprobs[at : at + len(known)] = known
         return (ids if ids is not None and len(ids) == rows else None), logprobs
+
+
+def each(samples: Iterable[T], decode_one: Callable[[int, T], Decoded]) -> Iterator[Decoded]:
+    """The samples decoded one by one; one that does not fit keeps no other from it."""
+    for place, sample in enumerate(samples):
+        try:
+            yield decode_one(place, sample)
+        except InvalidRoutingError as error:
+            yield Decoded(place, None, str(error), error)
 
 
 def field(response: Any, *names: str) -> Any:
@@ -171,6 +185,8 @@ def moe_only(contract: str, array: npt.NDArray[Any], spec: RoutingSpec, facts: F
     Raises InvalidRoutingError where the number of layers is neither that of the MoE layers nor that of all.
     """
     counts = layer_counts(spec, facts)
+    if array.shape == (0,):  # an empty list
+        array = array.reshape(0, spec.num_layers, spec.top_k)
     if array.ndim != 3 or array.shape[1] not in counts or array.shape[2] != spec.top_k:
         expected = " or ".join(f"[tokens, {number}, {spec.top_k}] ({what})" for number, what in counts.items())
         hint = "" if facts.num_hidden_layers is not None else "; num_hidden_layers= says how many the model has"
@@ -237,33 +253,40 @@ def _fillers(
     A router never names one expert twice, so a layer whose first two ids are alike holds none: then its row has to be a filler.
     With top_k 1 a row of zeros is taken for routing.
     """
-    empty = np.zeros(len(routing), np.bool_)
-    markers = [-1] if MINUS_ONE in kinds and routing.dtype.kind == "i" else []
-    if routing.dtype.kind == "u" and MINUS_ONE in kinds and np.iinfo(routing.dtype).max >= spec.num_experts:
-        markers.append(int(np.iinfo(routing.dtype).max))
-    if spec.top_k == 1:
-        suspect = np.flatnonzero((routing[:, 0, 0] < 0) | (routing[:, 0, 0] >= spec.num_experts))
+    counting = COUNTING in kinds and (spec.num_layers * spec.top_k - 1) * np.log2(spec.num_experts) >= _SURE_BITS
+    if spec.top_k > 1:
+        wrong = routing[:, :, 0] == routing[:, :, 1]
     else:
-        alike = routing[:, :, 0] == routing[:, :, 1]
-        suspect = np.flatnonzero(alike.any(axis=1))
-        markers += [0] if ZERO in kinds else []
-    if suspect.size:
-        rows = routing[suspect]
-        for marker in markers:
-            empty[suspect] |= (rows == marker).all(axis=(1, 2))
-        wrong = suspect[~empty[suspect]]
-        if wrong.size and spec.top_k > 1:
-            layer = int(alike[wrong[0]].argmax())
-            raise refusal(
-                contract,
-                f"position {start + wrong[0]}, layer {spec.moe_layers[layer]}",
-                f"{spec.top_k} different experts"
-                + (f", or a whole row of {' or '.join(sorted(kinds))}" if kinds else ""),
-                routing[wrong[0], layer].tolist(),
-            )
-    if COUNTING in kinds and (spec.num_layers * spec.top_k - 1) * np.log2(spec.num_experts) >= _SURE_BITS:
+        wrong = (routing[:, :, 0] < 0) | (routing[:, :, 0] >= spec.num_experts)
+    if not counting and not wrong.any():  # much quicker than by row
+        return None
+    empty = np.zeros(len(routing), np.bool_)
+    suspect = np.flatnonzero(wrong.any(axis=1))
+    rows = routing[suspect]
+    for marker in _markers(kinds, routing.dtype, spec):
+        empty[suspect] |= (rows == marker).all(axis=(1, 2))
+    left = suspect[~empty[suspect]]
+    if left.size:
+        layer = int(wrong[left[0]].argmax())
+        filler = f", or a whole row of {' or '.join(sorted(kinds))}" if kinds else ""
+        raise refusal(
+            contract,
+            f"position {start + left[0]}, layer {spec.moe_layers[layer]}",
+            f"{spec.top_k} different ids from 0 to {spec.num_experts - 1}{filler}",
+            routing[left[0], layer].tolist(),
+        )
+    if counting:
         _find_counting(routing, spec.num_experts, empty)
     return empty if empty.any() else None
+
+
+def _markers(kinds: frozenset[str], dtype: np.dtype[Any], spec: RoutingSpec) -> list[int]:
+    """The numbers that fill a row without routing; never one that may be a true row."""
+    markers = [0] if ZERO in kinds and spec.top_k > 1 else []
+    if MINUS_ONE in kinds:
+        wrapped = -1 if dtype.kind == "i" else int(np.iinfo(dtype).max)
+        markers += [wrapped] if not 0 <= wrapped < spec.num_experts or spec.top_k > 1 else []
+    return markers
 
 
 def _find_counting(routing: npt.NDArray[Any], num_experts: int, empty: npt.NDArray[np.bool_]) -> None:

@@ -18,6 +18,7 @@ from rr_dataset.contracts.rows import (
     Tokens,
     check_rows,
     count,
+    each,
     field,
     ids_of,
     logprobs_of,
@@ -53,29 +54,20 @@ def verl(response: Any, spec: RoutingSpec, facts: Facts) -> Iterator[Decoded]:
             f", input_ids {list(ids.shape)}" if ids is not None else ""
         )
         raise refusal(name, "shapes", "[B, S, layers, top_k] with attention_mask and input_ids [B, S]", shapes)
-    for index, real in enumerate(mask):
+    status = status_of(field(response, "finish_reason"))
+
+    def decode_one(index: int, real: npt.NDArray[np.bool_]) -> Decoded:
         positions = np.flatnonzero(real)
         first, stop = (int(positions[0]), int(positions[-1]) + 1) if positions.size else (0, 0)
         if stop - first != positions.size:
-            raise refusal(
-                name, f"attention_mask of sample {index}", "one run of tokens", f"{positions.size} tokens with gaps"
-            )
+            raise refusal(name, f"attention_mask of sample {index}", "one run of tokens", f"{positions.size} with gaps")
         if stop - first < 2:
-            yield Decoded(
-                index, None, f"{name}: the sample has {stop - first} tokens, none was fed with another after it"
-            )
-            continue
+            return Decoded(index, None, f"{name}: the sample has {stop - first} tokens, so none was fed")
         tokens = _verl_tokens(name, None if ids is None else ids[index], logprobs, index, first, stop, len(real))
-        yield record(
-            name,
-            batch[index, first : stop - 1],
-            spec,
-            facts,
-            tokens=tokens,
-            fillers=[ZERO],
-            index=index,
-            status=status_of(field(response, "finish_reason")),
-        )
+        routing = batch[index, first : stop - 1]
+        return record(name, routing, spec, facts, tokens=tokens, fillers=[ZERO], index=index, status=status)
+
+    return each(mask, decode_one)
 
 
 def _verl_tokens(name: str, ids: Any, logprobs: Any, index: int, first: int, stop: int, padded: int) -> Tokens:
@@ -137,38 +129,28 @@ def prime_rl(response: Any, spec: RoutingSpec, facts: Facts) -> Iterator[Decoded
     with choices. A row of zeros is missing; the last one stands for a token that was never fed.
     """
     name = "prime-rl"
-    for place, sample in enumerate(field(response, "choices") or [field(response, "tokens") or response]):
+
+    def decode_one(place: int, sample: Any) -> Decoded:
         payload = field(sample, "routed_experts")
         if payload is None:
-            yield Decoded(place, None, f"{name}: the response has no routing")
-            continue
+            return Decoded(place, None, f"{name}: the response has no routing")
         if not isinstance(payload, Mapping):
             raise refusal(name, "routed_experts", "data, shape, start and dtype", f"a {type(payload).__name__}")
         prompt_ids = field(sample, "prompt_ids", "prompt_token_ids")
         if prompt_ids is None:
             prompt_ids = (
-                facts.prompt_token_ids if facts.prompt_token_ids is not None else field(response, "prompt_token_ids")
+                field(response, "prompt_token_ids") if facts.prompt_token_ids is None else facts.prompt_token_ids
             )
-        tokens = _tokens(
-            name, prompt_ids, field(sample, "completion_ids", "token_ids"), field(sample, "completion_logprobs")
-        )
+        output_ids = field(sample, "completion_ids", "token_ids")
+        tokens = _tokens(name, prompt_ids, output_ids, field(sample, "completion_logprobs"))
         start = count(name, "start", payload.get("start")) or 0
-        shape = checked_shape(name, payload.get("shape"))
-        array = from_raw(
-            name, payload.get("data"), named_dtype(name, payload.get("dtype"), _PRIME_DTYPES, "uint8"), shape
-        )
+        dtype = named_dtype(name, payload.get("dtype"), _PRIME_DTYPES, "uint8")
+        array = from_raw(name, payload.get("data"), dtype, checked_shape(name, payload.get("shape")))
         check_rows(name, array, start, tokens, [0, 1])
-        yield record(
-            name,
-            array,
-            spec,
-            facts,
-            tokens=tokens,
-            fillers=[ZERO],
-            start=start,
-            index=place,
-            status=status_of(field(sample, "finish_reason")),
-        )
+        status = status_of(field(sample, "finish_reason"))
+        return record(name, array, spec, facts, tokens=tokens, fillers=[ZERO], start=start, index=place, status=status)
+
+    return each(field(response, "choices") or [field(response, "tokens") or response], decode_one)
 
 
 def nemo_rl(response: Any, spec: RoutingSpec, facts: Facts) -> Iterator[Decoded]:
