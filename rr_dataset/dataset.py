@@ -344,7 +344,8 @@ class RoutingDataset:
         is the whole record as it is now, so one that grows in parts comes again with each. Dropped ones come too. Heads are
         sorted by partition, then by request id. After an error the old cursor still holds.
 
-        On a local disk it looks only into directories that have changed, so it costs a `stat` for each of the others.
+        On a local disk it looks only into directories that have changed, so it costs a `stat` for each of the others. An object
+        store does not tell: there each call lists all directories, side by side, at one request for each.
         Raises InvalidInputError for a cursor of another dataset or run, ReadConflictError, StorageError.
         """
         return poll(self._client(), cursor)
@@ -408,8 +409,7 @@ class RoutingDataset:
         prefix: only those in which it may cover something.
         """
         client = self._client()
-        for path in client.partition_paths(client.prefix(prefix)):
-            listed = client.reader.listing([path])[path]
+        for path, listed in client.reader.listings(client.partition_paths(client.prefix(prefix))):
             if listed:
                 yield PartitionInfo(
                     path, len(listed), sum(item.name.rows for item in listed), sum(item.entry.size for item in listed)

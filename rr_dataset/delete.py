@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
+from rr_dataset.at_once import Workers
 from rr_dataset.clock import COUNTER_MAX, millis, pack, wall_ms
 from rr_dataset.description import read_format
 from rr_dataset.errors import (
@@ -35,7 +36,7 @@ from rr_dataset.keys import KeyScheme
 from rr_dataset.layout import DatasetFormat, ShardName, parse_partition, parse_shard_name, partition_path
 from rr_dataset.options import FOREVER_S, check_seconds
 from rr_dataset.record import Row
-from rr_dataset.shard import read_index
+from rr_dataset.shard import TAIL_BYTES, likely_tail, read_index
 from rr_dataset.storage import Entry, Storage, open_storage
 from rr_dataset.tombstones import (
     Text,
@@ -48,8 +49,9 @@ from rr_dataset.tombstones import (
 )
 from rr_dataset.walk import partition_paths
 
-DELETE_THREADS = 4  # a store's requests overlap; on a local disk so do the waits for its metadata
+DELETE_THREADS = 4  # on a local disk the waits for its metadata overlap
 PARTITIONS_AT_ONCE = 64  # handed to the threads together
+FILES_AT_ONCE = 4000  # of a remote store are deleted together, across directories
 
 _PAUSE_S = 0.001
 _STEP_MS = 100  # a step back of the clock that is waited for whatever the skew
@@ -195,6 +197,14 @@ def execute(storage: Storage, task: PartitionPlan) -> None:
     storage.remove_empty_dirs(task.path)
 
 
+class _Reached(NamedTuple):
+    """A shard in which some tombstone may cover rows."""
+
+    entry: Entry
+    name: ShardName
+    whole: bool  # the name tells that all of them are
+
+
 class _Survey:
     """Looks at the partitions that some tombstones reach, and plans what they delete there."""
 
@@ -206,7 +216,10 @@ class _Survey:
         earlier: Earlier,
         *,
         runs: bool,
+        workers: Workers | None = None,
     ) -> None:
+        """workers: look at the shards of a directory side by side."""
+        self._workers = workers
         self._storage, self._format, self._tombstones, self._earlier = storage, fmt, tombstones, earlier
         self._marks = TombstoneSet(fmt.keys, tombstones, fmt.last_turn)
         self._run_of: dict[str, Sequence[str]] | None = {} if runs else None  # by writer
@@ -233,7 +246,7 @@ class _Survey:
         pairs = parse_partition(path) or ()
         listed = [(entry, name) for entry in self._storage.list(path) if (name := parse_shard_name(entry.name))]
         now_ms = wall_ms()
-        shards = []
+        reached: list[_Reached] = []
         for entry, name in listed:
             if millis(name.tmax) > now_ms + self._skew_ms:
                 warnings.warn(
@@ -243,25 +256,41 @@ class _Survey:
                     stacklevel=2,
                 )
             if self._marks.applied(pairs, name.tmin):
-                shards.append(self._found(path, entry, name, whole=self._marks.covers_shard(name, pairs)))
-        return plan(path, shards, self._marks, self._earlier)
+                reached.append(_Reached(entry, name, self._marks.covers_shard(name, pairs)))
+        return plan(path, self._look(path, reached), self._marks, self._earlier)
 
-    def _found(self, path: str, entry: Entry, name: ShardName, *, whole: bool) -> Found:
+    def _look(self, path: str, reached: Sequence[_Reached]) -> list[Found]:
+        if self._workers is None or all(each.whole for each in reached):
+            return [self._found(path, *each) for each in reached]
+        found: dict[int, Found] = {}
+
+        def look(number: int) -> None:
+            if number < 0:
+                self._earlier()  # the indexes will be held against these
+            else:
+                found[number] = self._found(path, *reached[number])
+
+        self._workers.each(look, range(-1, len(reached)))
+        return [found[number] for number in range(len(reached))]
+
+    def _found(self, path: str, entry: Entry, name: ShardName, whole: bool) -> Found:
         if not whole:
-            return Found(name, entry.size, rows=self._rows(f"{path}/{entry.name}"))
+            return Found(name, entry.size, rows=self._rows(path, entry, name))
         if self._run_of is None:
             return Found(name, entry.size)
         known = self._run_of.get(name.writer or "")
         if known is None:
-            known = sorted({row.run_id for row in self._rows(f"{path}/{entry.name}") or ()})
+            known = sorted({row.run_id for row in self._rows(path, entry, name) or ()})
             if name.writer is not None:  # one writer is of one run
                 self._run_of[name.writer] = known
         return Found(name, entry.size, runs=known)
 
-    def _rows(self, path: str) -> Sequence[Row] | None:
+    def _rows(self, directory: str, entry: Entry, name: ShardName) -> Sequence[Row] | None:
+        path = f"{directory}/{entry.name}"
+        tail = likely_tail(name.rows, entry.size) if self._storage.is_remote else TAIL_BYTES
         try:
-            with self._storage.open(path) as source:
-                return read_index(source).rows
+            with self._storage.open(path, entry) as source:
+                return read_index(source, tail).rows
         except ObjectNotFoundError:
             return None
         except CorruptShardError as error:
@@ -282,28 +311,56 @@ def remove_covered(
 
     earlier: the other tombstones, as for `plan`.
     """
-    survey = _Survey(storage, fmt, tombstones, earlier, runs=False)
-
-    def one(path: str) -> PartitionPlan:
-        task = survey.plan(path)
-        execute(storage, task)
-        return task
-
+    workers = Workers(storage.requests_at_once) if storage.is_remote else None
+    survey = _Survey(storage, fmt, tombstones, earlier, runs=False, workers=workers)
+    directories = survey.directories(fmt.keys.partition_by)
     report = DeleteReport()
-    for task in _in_threads(one, survey.directories(fmt.keys.partition_by)):
+    for task in (
+        _in_place(storage, survey, directories)
+        if workers is None
+        else _in_batches(storage, survey, directories, workers)
+    ):
         report = report.with_plan(task)
         if progress is not None:
             progress(report)
+    if workers is not None:
+        workers.close()
+        return report  # such a store keeps no empty directories
     for depth in range(fmt.keys.partition_by - 1, 0, -1):  # emptied by who died before the parents' turn
         for path in survey.directories(depth):
             storage.remove_empty_dirs(path)
     return report
 
 
-def _in_threads(work: Callable[[str], PartitionPlan], paths: Iterator[str]) -> Iterator[PartitionPlan]:
+def _in_place(storage: Storage, survey: _Survey, paths: Iterator[str]) -> Iterator[PartitionPlan]:
+    """Directory by directory."""
+
+    def one(path: str) -> PartitionPlan:
+        task = survey.plan(path)
+        execute(storage, task)
+        return task
+
     with ThreadPoolExecutor(DELETE_THREADS, "rr-delete") as pool:
         while batch := list(islice(paths, PARTITIONS_AT_ONCE)):
-            yield from pool.map(work, batch)
+            yield from pool.map(one, batch)
+
+
+def _in_batches(storage: Storage, survey: _Survey, paths: Iterator[str], workers: Workers) -> Iterator[PartitionPlan]:
+    """For a store that deletes many objects with one request: directories are listed side by side, until their files are enough."""
+    waiting: list[PartitionPlan] = []
+
+    def done() -> list[PartitionPlan]:
+        storage.delete(f"{task.path}/{name}" for task in waiting for name in task.remove)
+        done, waiting[:] = waiting[:], []
+        return done
+
+    while batch := list(islice(paths, storage.requests_at_once)):
+        planned: dict[str, PartitionPlan] = {}
+        workers.each(lambda path: planned.update({path: survey.plan(path)}), batch)  # noqa: B023 -- it ends with the round
+        waiting += [planned[path] for path in batch]
+        if sum(len(task.remove) for task in waiting) >= FILES_AT_ONCE:
+            yield from done()
+    yield from done()
 
 
 def delete(

@@ -160,7 +160,7 @@ class Lookup:
             self._check_dropped(found, len(keys))
             return use(found, snapshot)
 
-        return self.reader.read(partitions, checked, keep_open=True)
+        return self.reader.read(partitions, checked, keep_open=True, early=True)
 
     def _to_records(
         self,

@@ -13,11 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rr_dataset.at_once import Budget
 from rr_dataset.errors import CorruptShardError, InvalidRoutingError
 from rr_dataset.live import claim, merge_ranges
 from rr_dataset.record import Range, RecordHead, RoutingRecord, RoutingSpec
 from rr_dataset.selection import Held, TokenAxis, Tokens, held_ranges, missing_by_layer, stretches, token_ranges
-from rr_dataset.shard import TileRead, VectorRead, read_tiles
+from rr_dataset.shard import Source, TileRead, VectorRead, read_tiles
 from rr_dataset.snapshot import Located, Reader, Shard, Snapshot
 
 NO_TOKEN_ID = -1  # stands where no row has the token's id, in a record of which some row has ids
@@ -186,8 +187,12 @@ class Fillable(Protocol):
 def fill(drafts: Iterable[Fillable], snapshot: Snapshot, reader: Reader) -> None:
     """Read the arrays of all drafts, shards side by side.
 
+    From a remote store at most IN_FLIGHT_BYTES are on their way, for all calls of the reader together, besides the arrays; a
+    shard of which more is read comes alone.
+
     Raises ObjectNotFoundError when a shard has vanished, CorruptShardError with the path of a damaged one.
     """
+    remote = reader.storage.is_remote
     jobs: dict[str, tuple[Shard, list[TileRead], list[VectorRead]]] = {}
     for draft in drafts:
         for shard, read in draft.reads():
@@ -203,12 +208,26 @@ def fill(drafts: Iterable[Fillable], snapshot: Snapshot, reader: Reader) -> None
         shard, tiles, vectors = job
         with snapshot.open(shard, reader.storage) as source:
             try:
-                read_tiles(source, shard.index, tiles, vectors)
+                read_tiles(_Bounded(source, reader.in_flight) if remote else source, shard.index, tiles, vectors)
             except CorruptShardError as error:
                 raise CorruptShardError(f"{reader.storage.uri}: {shard.path}: {error}") from error
 
     size = sum(tile.out.nbytes for _, tiles, _ in jobs.values() for tile in tiles)
-    reader.workers.each(run, list(jobs.values()), 1 + size // BYTES_PER_THREAD)
+    reader.workers.each(run, list(jobs.values()), None if remote else 1 + size // BYTES_PER_THREAD)
+
+
+class _Bounded:
+    """A source whose reads wait until there is room in a budget."""
+
+    def __init__(self, source: Source, budget: Budget) -> None:
+        self._source, self._budget = source, budget
+        self.max_gap_bytes = source.max_gap_bytes
+        self.size = source.size
+        self.tail, self.read = source.tail, source.read
+
+    def read_runs(self, runs: Sequence[tuple[int, Sequence[memoryview]]]) -> None:
+        with self._budget.hold(sum([buffer.nbytes for _, buffers in runs for buffer in buffers])):
+            self._source.read_runs(runs)
 
 
 def _fits(out: npt.NDArray[Any], shape: Sequence[int], dtype: str) -> bool:

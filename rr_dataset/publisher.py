@@ -17,7 +17,7 @@ from rr_dataset.description import read_format
 from rr_dataset.entries import read_entries
 from rr_dataset.errors import CorruptSpoolError, DatasetNotFoundError, FormatError, StorageError
 from rr_dataset.layout import FORMAT_PATH, DatasetFormat
-from rr_dataset.publish import PUBLISH_THREADS, publish_slab
+from rr_dataset.publish import publish_slab, publish_threads
 from rr_dataset.slab import (
     ACTIVE,
     ASIDE,
@@ -54,7 +54,7 @@ class Publisher:
         self._storage, self.dataset, self._compression = storage, dataset, compression
         self._tombstones = TombstoneCache(dataset.keys, dataset.last_turn)
         self._buried: dict[tuple[str, int], list[Tombstone]] = {}  # by writer and slab, while its publication fails
-        self._pool = ThreadPoolExecutor(PUBLISH_THREADS, thread_name_prefix="publish")
+        self._pool = ThreadPoolExecutor(publish_threads(storage), thread_name_prefix="publish")
 
     def publish(self, slab: Path, *, force: bool = False) -> Published:
         """Publish what is committed in a slab, and mark it: puts, drops and, before and after them, deletes. Idempotent.
@@ -68,7 +68,6 @@ class Publisher:
             if contents.identity["dataset"] != self.dataset.uuid:
                 raise CorruptSpoolError(f"{slab} belongs to dataset {contents.identity['uri']}")
             rows, tombstones = read_entries(contents, slab, self.dataset, wall_ms())
-            self._check_dataset()
             tombstones = self._bury(contents, tombstones)
             report = publish_slab(
                 self._storage,
@@ -79,12 +78,13 @@ class Publisher:
                 cache=self._tombstones,
                 compression=self._compression,
                 pool=self._pool,
+                check=self._check_dataset,
                 now_ms=(lambda: 0) if force else wall_ms,  # at the dawn of time no slab is too old
             )
             if tombstones:
-                everything = relist_tombstones(self._storage, self._tombstones)
+                everything = self._tombstones.held if rows else relist_tombstones(self._storage, self._tombstones)
                 remove_covered(self._storage, self.dataset, tombstones, lambda: everything)
-            self._check_dataset()
+                self._check_dataset()
             self._buried.pop((contents.identity["writer"], contents.seq), None)
             torn = contents.torn
         write_state(slab, ASIDE if report.set_aside else PUBLISHED)
@@ -120,9 +120,9 @@ class Publisher:
         """
         key = slab.identity["writer"], slab.seq
         if tombstones and key not in self._buried:
+            self._check_dataset()
             write_tombstones(self._storage, tombstones, tombstones[0].made)
             self._buried[key] = tombstones
-            self._check_dataset()
         return self._buried.get(key, [])
 
     def close(self) -> None:

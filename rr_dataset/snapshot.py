@@ -6,6 +6,9 @@
 4. Hide shards that another listed one names as its inputs, and shards and rows under tombstones.
 
 Listings are never kept. Indexes of shards are, but serve only for what **this** call listed.
+
+On a remote store step 2 runs in a thread, and meanwhile the shards are read under the tombstones that were known before. The
+fresh ones decide in the end: nothing is returned, and no error raised, before they are there and were compared.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -23,6 +26,7 @@ from threading import Lock
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
+from rr_dataset.at_once import Budget, Workers
 from rr_dataset.errors import (
     CorruptShardError,
     NewerFormatError,
@@ -32,13 +36,14 @@ from rr_dataset.errors import (
 )
 from rr_dataset.layout import DatasetFormat, ShardName, parse_partition, parse_shard_name
 from rr_dataset.record import Row
-from rr_dataset.shard import ShardIndex, read_index
+from rr_dataset.shard import TAIL_BYTES, ShardIndex, likely_tail, read_index
 from rr_dataset.storage import Entry, OpenSource, Storage
 from rr_dataset.tombstones import TombstoneCache, TombstoneSet, list_tombstones
 
 MAX_ATTEMPTS = 5  # each finds a later state of the store; losing five races in a row means that something else is wrong
 INDEX_CACHE_BYTES = 256 << 20
 PARTITIONS_AT_ONCE = 64  # share one listing of tombstones when everything is read
+REMOTE_ROUNDS = 8  # of listings side by side share one of tombstones, on a remote store
 ROWS_AT_ONCE = 4096  # whose indexes are in memory then; a single partition may have more
 OPEN_SHARE = 16  # a call keeps at most this part of the process's descriptors open; threads read at once
 MAX_OPEN = 64  # and no more than these: shells allow 1024 a process
@@ -46,10 +51,10 @@ MAX_OPEN = 64  # and no more than these: shells allow 1024 a process
 SHARD_BYTES = 4096  # of an index without its rows
 ROW_BYTES = 1536  # of one row's texts and numbers; its batch's buffer ranges come on top
 READ_THREADS = 4
+IN_FLIGHT_BYTES = 256 << 20  # of payload on its way from a remote store, of all calls of a reader together
 
 _parse_name = lru_cache(maxsize=1 << 14)(parse_shard_name)
 
-_T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
@@ -95,6 +100,7 @@ class Snapshot:
     damaged: dict[str, list[str]]  # paths of shards stepped over, by partition
     unread: dict[str, list[Listed]] = field(default_factory=dict)  # by partition; only with `names_only`
     sources: dict[str, OpenSource] = field(default_factory=dict)  # open shards by path
+    skipped: list[Listed] = field(default_factory=list)  # not read: their names tell that all rows are deleted
 
     def rows(self, partition: str, request_ids: Iterable[str] | None = None) -> dict[str, list[Located]]:
         """The visible rows of the ids asked for (None: all) by request id; an id without any is left out."""
@@ -111,7 +117,23 @@ class Snapshot:
     def open(self, shard: Shard, storage: Storage) -> OpenSource:
         """The shard, opened if it is not yet. Raises ObjectNotFoundError if it has vanished."""
         source = self.sources.pop(shard.path, None)
-        return storage.open(shard.path) if source is None else source
+        return storage.open(shard.path, shard.entry) if source is None else source
+
+    def stands_under(self, tombstones: TombstoneSet) -> bool:
+        """Whether all shards that these leave were read, and could be."""
+        return not any(self.damaged.values()) and all(
+            tombstones.covers_shard(item.name, parse_partition(item.path.rpartition("/")[0]) or ())
+            for item in self.skipped
+        )
+
+    def is_alike_under(self, tombstones: TombstoneSet) -> bool:
+        """Whether these hide the same of the rows that were read."""
+        return all(
+            tombstones.covers(row) == self.tombstones.covers(row)
+            for shards in self.shards.values()
+            for shard in shards
+            for row in shard.index.rows
+        )
 
     def __enter__(self) -> Snapshot:
         return self
@@ -121,6 +143,25 @@ class Snapshot:
     ) -> None:
         for source in self.sources.values():
             source.close()
+
+
+@dataclass
+class _View:
+    """Steps 1 and 2 for some partitions; step 2 may still be going on."""
+
+    listed: dict[str, list[Listed]]
+    tombstones: TombstoneSet  # those known before, while step 2 is going on
+    fresh: Future[TombstoneSet] | None = None
+
+    def settle(self) -> TombstoneSet:
+        """The tombstones of step 2. Raises what it raised."""
+        if self.fresh is not None:
+            self.tombstones, self.fresh = self.fresh.result(), None
+        return self.tombstones
+
+
+class _TooSlowError(Exception):
+    """The listings took longer than they may."""
 
 
 class IndexCache:
@@ -154,58 +195,16 @@ class IndexCache:
                 self._bytes -= oldest.footprint
 
 
-class Workers:
-    """The reading threads of one dataset in one process, started when first needed."""
-
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, "rr-read")
-
-    def each(self, work: Callable[[_T], None], items: Sequence[_T], at_once: int | None = None) -> None:
-        """`work` on every item: the caller and at most `at_once - 1` threads take them in turns.
-
-        The first error stops the rest, and is raised once all have stopped.
-        """
-        queue = iter(items)
-        failed: list[BaseException] = []
-
-        def drain() -> None:
-            for item in queue:
-                if failed:
-                    return
-                try:
-                    work(item)
-                except BaseException as error:  # noqa: BLE001 -- raised in the caller
-                    failed.append(error)
-
-        helpers = min(at_once or self._threads, self._threads, len(items)) - 1
-        futures = [self._pool.submit(drain) for _ in range(helpers)]
-        drain()
-        for future in futures:
-            if not future.cancel():
-                future.result()
-        if failed:
-            raise failed[0]
-
-    def each_that_waits(self, work: Callable[[_T], None], items: Sequence[_T]) -> None:
-        """`work` on every item: the first in the caller, the others side by side if the first waited longer than it computed.
-
-        Threads do not share the interpreter: with files in the page cache, reading indexes in four took twice as long as in one.
-        """
-        started_s, busy_s = time.perf_counter(), time.thread_time()
-        for item in items[:1]:
-            work(item)
-        busy_s = time.thread_time() - busy_s
-        waited_s = time.perf_counter() - started_s - busy_s
-        self.each(work, items[1:], None if waited_s > busy_s else 1)
-
-
 class Reader:
     """Takes snapshots of one dataset in one process. Thread-safe."""
 
     def __init__(self, storage: Storage, fmt: DatasetFormat) -> None:
         self.storage = storage
-        self.workers = Workers(READ_THREADS)
+        self.workers = Workers(storage.requests_at_once if storage.is_remote else READ_THREADS)
+        self._listers = Workers(
+            storage.requests_at_once
+        )  # their own: a call's listing never waits for another's payload
+        self.in_flight = Budget(IN_FLIGHT_BYTES)
         self._format = fmt
         self._limit_s = fmt.grace_s / 2
         self._indexes = IndexCache()
@@ -220,12 +219,15 @@ class Reader:
         *,
         keep_open: bool = False,
         names_only: bool = False,
+        early: bool = False,
     ) -> _R:
         """`use` on a snapshot of the partitions, again from the start while shards vanish under it.
 
         keep_open: leave shards open whose index had to be read, for `Snapshot.open`.
         names_only: no index of a partition whose names tell that every row is visible and live: it has one row, and no
             tombstone reaches it. It is in `Snapshot.unread` then.
+        early: `use` asks of the tombstones only what `Snapshot.rows` does, and itself makes requests: a remote store is then asked
+            for these before the fresh tombstones are there. The result counts if they hide no other rows.
 
         Raises ReadConflictError after some attempts. `use` may run more than once and must not change what it is given.
         """
@@ -233,8 +235,9 @@ class Reader:
         for _ in range(MAX_ATTEMPTS):
             try:
                 view = self._view(partitions)
-                if view is not None:
-                    return self._use(*view, use, keep_open=keep_open, names_only=names_only)
+                return self._use(view, view.listed, use, keep_open=keep_open, names_only=names_only, early=early)
+            except _TooSlowError:
+                pass
             except ObjectNotFoundError as error:
                 problem = error
         reason = "a file vanished each time" if problem else f"listing took longer than {self._limit_s:g} s each time"
@@ -250,43 +253,91 @@ class Reader:
         A snapshot has one partition, or several with together at most ROWS_AT_ONCE rows. Otherwise as `read`.
         """
         left = iter(partitions)
-        while batch := list(islice(left, PARTITIONS_AT_ONCE)):
+        while batch := list(islice(left, self._batch)):
             try:
                 view = self._view(batch)
-            except ObjectNotFoundError:
-                view = None
-            if view is None:
+            except (ObjectNotFoundError, _TooSlowError):
                 yield self.read(batch, use, names_only=names_only)
                 continue
-            listed, tombstones = view
-            for group in _groups(listed):
+            for group in _groups(view.listed):
                 try:
-                    result = self._use(group, tombstones, use, names_only=names_only)
-                except ObjectNotFoundError:
+                    result = self._use(view, group, use, names_only=names_only)
+                except (ObjectNotFoundError, _TooSlowError):
                     result = self.read(list(group), use, names_only=names_only)
                 yield result
 
-    def _view(self, partitions: Sequence[str]) -> tuple[dict[str, list[Listed]], TombstoneSet] | None:
-        """Steps 1 and 2; None if they took too long to be trusted."""
+    @property
+    def _batch(self) -> int:
+        """How many partitions are listed together."""
+        return REMOTE_ROUNDS * self.storage.requests_at_once if self.storage.is_remote else PARTITIONS_AT_ONCE
+
+    def _view(self, partitions: Sequence[str]) -> _View:
+        """Step 1, and step 2, which on a remote store has only begun. Raises _TooSlowError."""
         started = time.monotonic()
         listed = self.listing(partitions)
-        tombstones = list_tombstones(self.storage, self._tombstones)
-        return None if time.monotonic() - started > self._limit_s else (listed, tombstones)
+        known = self._tombstones.held
+
+        def fresh() -> TombstoneSet:
+            tombstones = list_tombstones(self.storage, self._tombstones)
+            if time.monotonic() - started > self._limit_s:
+                raise _TooSlowError
+            return tombstones
+
+        if self.storage.is_remote:
+            return _View(listed, known, self._listers.start(fresh))
+        return _View(listed, fresh())
 
     def _use(
         self,
+        view: _View,
         listed: dict[str, list[Listed]],
-        tombstones: TombstoneSet,
         use: Callable[[Snapshot], _R],
         *,
         keep_open: bool = False,
         names_only: bool = False,
+        early: bool = False,
     ) -> _R:
-        with Snapshot({}, tombstones, {}) as snapshot:
+        if view.fresh is not None and not names_only:
+            return self._use_early(view, listed, use, early=early)
+        with Snapshot({}, view.settle(), {}) as snapshot:
             if names_only:
                 listed = self._set_aside(listed, snapshot)
             self._load(listed, snapshot, keep_open=keep_open)
             return use(snapshot)
+
+    def _use_early(
+        self, view: _View, listed: dict[str, list[Listed]], use: Callable[[Snapshot], _R], *, early: bool
+    ) -> _R:
+        """The same while the tombstones are being listed: with those known before, and again where the fresh ones differ."""
+        known = view.tombstones
+        snapshot = Snapshot({}, known, {})
+        loaded = used = False
+        failed: Exception | None = None
+        results: list[_R] = []
+        try:
+            self._load(listed, snapshot, keep_open=False)
+            loaded = True
+            if early:
+                used = True
+                results.append(use(snapshot))
+        except Exception as error:  # noqa: BLE001 -- the fresh tombstones decide whether it is one
+            failed = error
+        fresh = view.settle()
+        if fresh is known or (loaded and used and snapshot.stands_under(fresh) and snapshot.is_alike_under(fresh)):
+            if failed is not None:
+                raise failed
+            if results:
+                return results[0]
+        elif not (loaded and snapshot.stands_under(fresh)):
+            return self._use(view, listed, use)
+        snapshot.tombstones = fresh
+        return use(snapshot)
+
+    def listings(self, partitions: Iterable[str]) -> Iterator[tuple[str, list[Listed]]]:
+        """Each partition and its shards, as `listing`, however many there are."""
+        left = iter(partitions)
+        while batch := list(islice(left, self._batch)):
+            yield from self.listing(batch).items()
 
     def listing(self, partitions: Sequence[str]) -> dict[str, list[Listed]]:
         """The shards in each partition: path, entry, name. Files that are none are warned of once, and left out."""
@@ -295,7 +346,7 @@ class Reader:
         def one(partition: str) -> None:
             entries[partition] = self.storage.list(partition)
 
-        self.workers.each(one, partitions, 1)
+        self.workers.each(one, partitions, None if self.storage.is_remote else 1)
         listed = {}
         for partition in partitions:
             shards = []
@@ -328,6 +379,7 @@ class Reader:
                 # Rows are held against tombstones later, so this only saves a read. A compacted shard hides its inputs even
                 # when all its rows are deleted.
                 if tombstones and item.name.level == 0 and tombstones.covers_shard(item.name, pairs):
+                    snapshot.skipped.append(item)
                     continue
                 known = self._indexes.get(item.path, item.entry)
                 if known is None:
@@ -336,7 +388,7 @@ class Reader:
                     loaded[item.path] = known
 
         def read(item: Listed) -> None:
-            source = self.storage.open(item.path)
+            source = self.storage.open(item.path, item.entry)
             if keep_open and len(snapshot.sources) < self._max_open:
                 snapshot.sources[item.path] = source
                 loaded[item.path] = self._load_one(item, source)
@@ -344,7 +396,7 @@ class Reader:
                 with source:
                     loaded[item.path] = self._load_one(item, source)
 
-        self.workers.each_that_waits(read, unknown)
+        (self.workers.each if self.storage.is_remote else self.workers.each_that_waits)(read, unknown)
         for partition, shards in listed.items():
             self._fill(partition, [(item.path, loaded[item.path]) for item in shards if item.path in loaded], snapshot)
 
@@ -352,7 +404,7 @@ class Reader:
         """The shard with its index. Raises ObjectNotFoundError if it has vanished, CorruptShardError with its path."""
         known = self._indexes.get(item.path, item.entry)
         if known is None:
-            with self.storage.open(item.path) as source:
+            with self.storage.open(item.path, item.entry) as source:
                 loaded = self._load_one(item, source)
             if isinstance(loaded, CorruptShardError):
                 raise CorruptShardError(f"{self.storage.uri}: {item.path}: {loaded}") from loaded
@@ -362,7 +414,9 @@ class Reader:
     def _load_one(self, item: Listed, source: OpenSource) -> Shard | CorruptShardError:
         """The shard, or what is wrong with it."""
         try:
-            index = read_index(source)
+            index = read_index(
+                source, likely_tail(item.name.rows, item.entry.size) if self.storage.is_remote else TAIL_BYTES
+            )
         except CorruptShardError as error:
             return error
         except NewerFormatError as error:

@@ -19,8 +19,10 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
+from rr_dataset.at_once import answers
 from rr_dataset.errors import FormatError, InvalidInputError, NewerFormatError, ObjectNotFoundError
 from rr_dataset.keys import Glob, KeyScheme, Prefix
 from rr_dataset.layout import STAGING_DIR, TOMBSTONE_DIR, ShardName, parse_tombstone_name, read_json, tombstone_name
@@ -201,21 +203,31 @@ class TombstoneCache:
 
     keys: KeyScheme
     turn: int | None = None  # `DatasetFormat.last_turn`
-    _held: tuple[dict[str, tuple[Tombstone, ...]], TombstoneSet] | None = field(default=None, repr=False)
+    _held: tuple[dict[str, tuple[Tombstone, ...]], TombstoneSet] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._held = {}, TombstoneSet(self.keys, (), self.turn)
 
     @property
     def files(self) -> Mapping[str, tuple[Tombstone, ...]]:
         """What the files of the last update hold, by name."""
-        return self._held[0] if self._held else {}
+        return self._held[0]
+
+    @property
+    def held(self) -> TombstoneSet:
+        """What the last update returned; an update to the same files returns this very set."""
+        return self._held[1]
 
     def update(self, storage: Storage, names: Iterable[str]) -> TombstoneSet:
         """The tombstones of these files, and of no others."""
-        files, tombstones = self._held or ({}, TombstoneSet(self.keys, (), self.turn))
+        files, tombstones = self._held
         wanted = frozenset(names)
         if wanted != files.keys():
             only_more = files.keys() < wanted
             known = {each.uuid for file in files.values() for each in file} if only_more else set[str]()
-            files = {name: files[name] if name in files else _read(storage, name) for name in wanted}
+            unseen = [name for name in wanted if name not in files]
+            read = dict(zip(unseen, answers(storage, partial(_read, storage), unseen), strict=True))
+            files = {name: files[name] if name in files else read[name] for name in wanted}
             by_uuid = {each.uuid: each for file in files.values() for each in file}  # folding makes doubles for a while
             fresh = [each for each in by_uuid.values() if each.uuid not in known]
             tombstones = tombstones.extended(fresh) if only_more else TombstoneSet(self.keys, fresh, self.turn)

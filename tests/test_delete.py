@@ -292,8 +292,8 @@ def test_what_another_removes_meanwhile_is_no_error(stored: Stored, monkeypatch:
 
     real = module.read_index
 
-    def read_index(source: Any) -> Any:
-        index = real(source)
+    def read_index(*args: Any) -> Any:
+        index = real(*args)
         wipe("data_id=a")
         return index
 

@@ -88,7 +88,10 @@ class Spy:
         self._lock = threading.Lock()
         self.calls: list[str] = []
 
-    def __getattr__(self, call: str) -> Callable[..., Any]:
+    def __getattr__(self, call: str) -> Any:
+        if not callable(getattr(self._storage, call)):
+            return getattr(self._storage, call)
+
         def run(*args: Any, **kwargs: Any) -> Any:
             args = (list(args[0]), *args[1:]) if call in ("delete", "sync_dirs") else args
             with self._lock:

@@ -279,9 +279,10 @@ def test_a_dataset_that_vanishes_meanwhile_is_seen_before_the_slab_is_marked(
     tmp_path: Path, dataset: Any, spool: Spool, monkeypatch: pytest.MonkeyPatch, vanish: Any, after: str
 ) -> None:
     root = tmp_path / "ds"
-    drop = spool.reserve(DROP, 0, b"b:1", b'{"status":"dropped"}', tokens=9, payload_bytes=0)
-    assert drop is not None
-    spool.commit(drop)
+    if after != "relist_tombstones":  # with rows the listing that follows them is enough
+        drop = spool.reserve(DROP, 0, b"b:1", b'{"status":"dropped"}', tokens=9, payload_bytes=0)
+        assert drop is not None
+        spool.commit(drop)
     delete(spool, "prefix", "a")
     (path,) = sealed(spool)
     real = getattr(publisher_module, after)
@@ -302,7 +303,7 @@ def test_a_dataset_that_vanishes_meanwhile_is_seen_before_the_slab_is_marked(
     rr.create_dataset(root, SPEC)  # from a copy without what the first attempt left
     (root / "_rr/format.json").write_bytes((tmp_path / "away/_rr/format.json").read_bytes())
     publisher.publish(path)
-    assert (stored_rows(root), len(marks(root))) == ({"b:1": 1}, 1)
+    assert (stored_rows(root), len(marks(root))) == ({} if after == "relist_tombstones" else {"b:1": 1}, 1)
 
 
 # ---- what is no slab

@@ -15,8 +15,9 @@ from stored import Stored
 
 import rr_dataset as rr
 from rr_dataset import snapshot
+from rr_dataset.at_once import Workers
 from rr_dataset.layout import TOMBSTONE_DIR, parse_shard_name
-from rr_dataset.snapshot import IndexCache, Listed, Reader, Shard, Snapshot, Workers
+from rr_dataset.snapshot import IndexCache, Listed, Reader, Shard, Snapshot
 from rr_dataset.storage import Entry, Storage, open_storage
 
 A, B = "data_id=a", "data_id=b"
@@ -35,9 +36,9 @@ class Hooked:
         if not callable(method):
             return method
 
-        def call(path: str) -> Any:
+        def call(path: str, *more: Any) -> Any:
             self.calls.append((name, path))
-            answer = method(path)
+            answer = method(path, *more)
             self.after(name, path)
             return answer
 

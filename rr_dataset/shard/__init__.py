@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from rr_dataset.shard.build import Scratch, ShardBuilder, build_shard
 from rr_dataset.shard.check import Fault, check_shard
-from rr_dataset.shard.index import ShardIndex, Source, read_index
+from rr_dataset.shard.index import TAIL_BYTES, ShardIndex, Source, likely_tail, read_index
 from rr_dataset.shard.read import TileRead, VectorRead, read_tiles
 from rr_dataset.shard.stream import SourceFile, arrow_file
 from rr_dataset.shard.tiling import copy_tiles
 
 __all__ = [
+    "TAIL_BYTES",
     "Fault",
     "Scratch",
     "ShardBuilder",
@@ -26,6 +27,7 @@ __all__ = [
     "build_shard",
     "check_shard",
     "copy_tiles",
+    "likely_tail",
     "read_index",
     "read_tiles",
 ]

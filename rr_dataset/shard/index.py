@@ -29,6 +29,7 @@ from rr_dataset.shard.arrow import TRAILER_BYTES, footer_length, read_footer
 INDEX_KEY = "rr.index"
 CHECKSUM_KEY = "rr.index_xxh3"
 TAIL_BYTES = 64 << 10  # holds the footer of a shard of a few hundred rows
+_ROW_BYTES, _BATCH_BYTES = 256, 2048  # what a row, and a batch of 1 MiB, add to a footer, rather more than less
 MAX_COLUMN_BYTES = (1 << 31) - 1  # Arrow's 32-bit offsets
 
 Ints = npt.NDArray[np.int64]
@@ -236,12 +237,17 @@ def _is_default(name: str, column: list[Any]) -> bool:
     return name in DEFAULTS and column.count(DEFAULTS[name]) == len(column)
 
 
-def read_index(source: Source) -> ShardIndex:
-    """The index of a stored shard, from one read of its tail (two where the footer is larger than 64 KiB).
+def likely_tail(rows: int, size: int) -> int:
+    """Bytes at the end of a shard of so many rows and bytes that very likely hold its footer."""
+    return max(TAIL_BYTES, rows * _ROW_BYTES + (size >> 20) * _BATCH_BYTES)
+
+
+def read_index(source: Source, tail_bytes: int = TAIL_BYTES) -> ShardIndex:
+    """The index of a stored shard, from one read of its last `tail_bytes` (two where the footer is larger).
 
     Raises CorruptShardError for what is no whole shard and says why, NewerFormatError for one of a later format.
     """
-    tail = source.tail(TAIL_BYTES)
+    tail = source.tail(tail_bytes)
     size = source.size
     try:
         length = footer_length(tail)

@@ -141,22 +141,30 @@ def _locate(
 
 
 def _read(source: Source, wanted: list[tuple[int, memoryview]]) -> None:
-    """Read ranges into their targets; small gaps between them are read as well, and thrown away."""
+    """Read ranges into their targets; small gaps between them are read as well, and thrown away.
+
+    What is wanted twice is read twice, in a run each.
+    """
     wanted.sort(key=itemgetter(0))
     max_gap = source.max_gap_bytes
     trash = memoryview(bytearray(max_gap))
     runs: list[tuple[int, list[memoryview]]] = []
-    buffers: list[memoryview] = []
-    end = -1 - max_gap
+    ends: list[int] = []
+    reaching: list[int] = []  # the runs that a target here may continue
+    run = -1
     for at, target in wanted:
-        gap = at - end
-        if not 0 <= gap <= max_gap:
-            buffers = []
-            runs.append((at, buffers))
-        elif gap:
-            buffers.append(trash[:gap])
+        if run < 0 or not 0 <= at - ends[run] <= max_gap:
+            reaching = [i for i in reaching if at - ends[i] <= max_gap]
+            run = next((i for i in reaching if at >= ends[i]), len(runs))
+            if run == len(runs):
+                runs.append((at, []))
+                ends.append(at)
+                reaching.append(run)
+        buffers = runs[run][1]
+        if at > ends[run]:
+            buffers.append(trash[: at - ends[run]])
         buffers.append(target)
-        end = at + len(target)
+        ends[run] = at + len(target)
     if runs:
         source.read_runs(runs)
 
