@@ -98,6 +98,8 @@ def test_every_token_is_on_one_rank(
             )
             share = view.share(num_tokens)
             assert view.tokens(num_tokens) == list(share.ranges)
+            fewer = positions(view.tokens(num_tokens, max(num_tokens - 1, 0)))
+            assert fewer == [position for position in positions(share.ranges) if position < num_tokens - 1]
             assert (share.num_tokens, share.num_rows) == (
                 len(positions(share.ranges)),
                 share.num_tokens + share.padding,

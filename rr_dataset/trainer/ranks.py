@@ -138,9 +138,15 @@ class RankView:
         multiple = math.lcm(self.pad_multiple, self.unit)
         return -(-num_tokens // multiple) * multiple
 
-    def tokens(self, num_tokens: int) -> list[Range]:
-        """Absolute (start, stop) of this rank's tokens of one sample, in the order of its rows, as `tokens=` of a read."""
-        return list(self.share(num_tokens).ranges)
+    def tokens(self, num_tokens: int, recorded: int | None = None) -> list[Range]:
+        """Absolute (start, stop) of this rank's tokens of one sample, in the order of its rows, as `tokens=` of a read.
+
+        num_tokens: the trainer's number for the whole sample, from which padding and split follow. recorded: how many of them
+            the record has, where it has fewer; the rank's last rows are then not there.
+        """
+        ranges = self.share(num_tokens).ranges
+        last = num_tokens if recorded is None else recorded
+        return [(start, min(stop, last)) for start, stop in ranges if start < last]
 
     def share(self, num_tokens: int, length: int | None = None) -> Share:
         """This rank's rows of one sample of `num_tokens` tokens, split by context and then by tensor rank; padding comes last.
