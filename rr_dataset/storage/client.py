@@ -59,7 +59,7 @@ class Kind(enum.Enum):
 
 
 PASSING = frozenset((Kind.CONFLICT, Kind.UNREACHABLE, Kind.TIMEOUT, Kind.SLOW_DOWN, Kind.SERVER))  # may go by itself
-AMBIGUOUS = frozenset((Kind.UNREACHABLE, Kind.TIMEOUT, Kind.SERVER, Kind.SLOW_DOWN))  # a create may have happened
+AMBIGUOUS = frozenset((Kind.UNREACHABLE, Kind.TIMEOUT, Kind.SERVER))  # a create may have happened
 # Codes of S3, and what other stores answer for the same.
 _CODES = {
     "NoSuchKey": Kind.MISSING,
@@ -95,7 +95,6 @@ _STATUSES = {
     412: Kind.CHANGED,
     416: Kind.SHORT,
     429: Kind.SLOW_DOWN,
-    503: Kind.SLOW_DOWN,
 }
 
 

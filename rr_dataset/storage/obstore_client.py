@@ -18,6 +18,7 @@ from rr_dataset.storage.s3fs_client import SINGLE_BYTES, S3fsClient
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
+_SAID = {"error sending request": Kind.UNREACHABLE, "Received redirect without LOCATION": Kind.WRONG_REGION}
 
 
 class _Errors:
@@ -37,8 +38,9 @@ class _Errors:
             ) from None
         if isinstance(error, FileNotFoundError):
             raise RequestFailed(Kind.MISSING, "not found") from None
-        if "error sending request" in text:
-            raise RequestFailed(Kind.UNREACHABLE, "error sending request") from None
+        for said, meant in _SAID.items():
+            if said in text:
+                raise RequestFailed(meant, said) from None
         raise RequestFailed(Kind.SERVER, type(error).__name__) from None
 
 

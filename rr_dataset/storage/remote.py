@@ -12,6 +12,7 @@ import errno
 import os
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -40,7 +41,7 @@ from rr_dataset.storage.connect import connect
 _T = TypeVar("_T")
 
 TRIES = 3  # of one request; who publishes or reads tries again above
-FIRST_PAUSE_S = 0.1  # before the second; each further one waits up to twice as long
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 1.0  # before the second, twice as long before each further one, give or take a half
 CONFLICT_TRIES = 8  # creators of one name get in each other's way for a moment
 CREATE_S = MARGIN_S / 2  # no create may take as long as the margin
 PIECE_BYTES = 8 << 20  # a longer range is read as several side by side
@@ -167,10 +168,11 @@ class RemoteStorage:
                     lambda client: client.put_new(key, data, size), ANSWER_S + size / SLOWEST_BYTES_S
                 )
             except RequestFailed as failed:
-                unclear |= failed.kind in AMBIGUOUS
-                found = await self._look(key) if unclear else None
-                if found is not None:
-                    return found.size == size
+                if failed.kind in AMBIGUOUS:
+                    unclear = True
+                    with suppress(RequestFailed):  # what went wrong first says more
+                        if (found := await self._look(key)) is not None:
+                            return found.size == size
                 last = (CONFLICT_TRIES if failed.kind is Kind.CONFLICT else TRIES) - 1
                 if failed.kind not in PASSING or attempt >= last:
                     raise
@@ -370,4 +372,4 @@ def _cut(start: int, buffers: Sequence[memoryview]) -> list[tuple[int, list[memo
 
 
 async def _pause(attempt: int) -> None:
-    await asyncio.sleep(FIRST_PAUSE_S * 2**attempt * random.uniform(0.5, 1.5))  # noqa: S311 - no secret
+    await asyncio.sleep(min(FIRST_PAUSE_S * 2**attempt, LAST_PAUSE_S) * random.uniform(0.5, 1.5))  # noqa: S311 - no secret

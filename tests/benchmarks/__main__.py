@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .bench import Bench, Unavailable
+from .clients import clients
 from .compaction import compact_get, compact_size, compact_speed
 from .deletes import (
     delete_after_deletes,
@@ -57,6 +58,7 @@ ROWS = {  # ingest comes before the others have deleted many files
     "get-deletes": get_after_deletes,
     "put-deleting": put_while_deleting,
     "many-prefixes": many_prefixes,
+    "clients": clients,
 }
 
 
