@@ -107,9 +107,9 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Create an empty dataset for the routing of one model."""
-    spec = _spec(config, layers, experts, top_k)
-    scheme = _scheme(keys, partition_by, buckets)
-    existed = _is_dataset(uri)
+    spec = spec_of(config, layers, experts, top_k)
+    scheme = scheme_of(keys, partition_by, buckets)
+    existed = is_dataset(uri)
     with _options_named():
         dataset = create_dataset(
             uri,
@@ -214,7 +214,8 @@ def _kept(fmt: DatasetFormat) -> Iterator[str]:
         yield f"up to {output.shown_bytes(fmt.max_bytes)}"
 
 
-def _spec(config: Path | None, layers: str | None, experts: int | None, top_k: int | None) -> RoutingSpec:
+def spec_of(config: Path | None, layers: str | None, experts: int | None, top_k: int | None) -> RoutingSpec:
+    """The spec that the options say."""
     if config is not None:
         if layers is not None or experts is not None or top_k is not None:
             raise typer.BadParameter("says layers, experts and top-k already; leave those out", param_hint="--config")
@@ -245,14 +246,16 @@ def _options_named() -> Iterator[None]:
         raise type(error)(text) from error
 
 
-def _is_dataset(uri: str) -> bool:
+def is_dataset(uri: str) -> bool:
+    """Whether there is one."""
     with suppress(DatasetNotFoundError):
         open_dataset(uri)
         return True
     return False
 
 
-def _scheme(keys: Keys, partition_by: int | None, buckets: int | None) -> KeyScheme:
+def scheme_of(keys: Keys, partition_by: int | None, buckets: int | None) -> KeyScheme:
+    """The key scheme that the options say."""
     if partition_by is not None and keys != Keys.FASTDEPLOY:
         raise typer.BadParameter("only --keys fastdeploy takes it", param_hint="--partition-by")
     if buckets is not None and keys != Keys.UUID:

@@ -10,8 +10,10 @@ from typing import Annotated
 import typer
 
 import rr_dataset as rr
+from rr_dataset.contracts import CONTRACTS
 
 from . import output
+from .datasets import Keys, is_dataset, scheme_of, spec_of
 from .options import IdsFile, Json, Layers, Prefix, Uri, parse_layers, read_ids
 
 _SHOWN_REFUSED = 20
@@ -25,20 +27,65 @@ class Format(str, Enum):
     PARQUET = "parquet"
 
 
-def import_fastdeploy(
+def import_records(
     uri: Uri,
-    store: Annotated[
-        Path, typer.Argument(metavar="STORE_DIR", help="FastDeploy's local_store_dir", show_default=False)
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help="FastDeploy's local_store_dir; with --contract a file of responses",
+            show_default=False,
+        ),
     ],
+    contract: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="SOURCE has a response a line, as JSON: " + ", ".join(CONTRACTS),
+            show_default=False,
+        ),
+    ] = None,
+    id_field: Annotated[
+        str | None,
+        typer.Option(metavar="FIELD", help="Where a response has its id, a.b within a", show_default="the usual ones"),
+    ] = None,
+    hidden_layers: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Of the model, if dense layers follow the MoE layers", show_default=False),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            metavar="FILE",
+            help="A model's config.json: create the dataset if it is not there",
+            show_default=False,
+        ),
+    ] = None,
+    keys: Annotated[
+        Keys, typer.Option(metavar="fastdeploy|uuid|by-step", help="Of a dataset that --config creates")
+    ] = Keys.FASTDEPLOY,
     weight_version: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Of all records", show_default=False)
     ] = None,
     run: Annotated[str | None, typer.Option(metavar="TEXT", help="Run id of all records", show_default="new")] = None,
     as_json: Json = False,
 ) -> None:
-    """Import the .pdtensor folders of FastDeploy's local store; exit code 3 if records are refused."""
+    """Import FastDeploy's local store, or responses of other engines; exit code 3 if records are refused."""
+    if contract is None and (id_field is not None or hidden_layers is not None):
+        raise typer.BadParameter(
+            "only responses have it: say which, --contract", param_hint="--id-field, --hidden-layers"
+        )
+    if config is not None and not is_dataset(uri):
+        rr.create_dataset(uri, spec_of(config, None, None, None), keys=scheme_of(keys, None, None))
     with output.progress("import") as progress:
-        report = rr.import_fastdeploy(uri, store, weight_version=weight_version, run_id=run, progress=progress)
+        if contract is None:
+            report = rr.import_fastdeploy(uri, source, weight_version=weight_version, run_id=run, progress=progress)
+        else:
+            report = rr.import_responses(
+                uri, source, contract, id_field, hidden_layers, weight_version, run, progress=progress
+            )
     if as_json:
         output.show_json(asdict(report))
     else:

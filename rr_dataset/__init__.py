@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rr_dataset.errors import (
+    AlignmentError,
     CorruptShardError,
     CorruptSpoolError,
     DatasetNotFoundError,
@@ -55,11 +56,20 @@ if TYPE_CHECKING:
     from rr_dataset.garbage import GarbageReport, collect_garbage
     from rr_dataset.interchange.bundle import CopyReport, copy
     from rr_dataset.interchange.export import ExportReport, export
-    from rr_dataset.interchange.fastdeploy import ImportReport, Refused, import_fastdeploy
+    from rr_dataset.interchange.fastdeploy import import_fastdeploy
+    from rr_dataset.interchange.imported import ImportReport, Refused
+    from rr_dataset.interchange.responses import import_responses
     from rr_dataset.maintain import MaintainReport, maintain
+    from rr_dataset.packed import Packed, Spans
+    from rr_dataset.padding import RowKind
     from rr_dataset.receipt import FlushReport, Receipt
     from rr_dataset.recovery import SpoolReport, recover
+    from rr_dataset.selection import Share
     from rr_dataset.stats import LayerLoad, expert_counts, layer_loads, to_long
+    from rr_dataset.trainer.align import Alignment, align
+    from rr_dataset.trainer.collate import Batch, collate, to_paddle, to_torch
+    from rr_dataset.trainer.ranks import RankView
+    from rr_dataset.trainer.trajectory import Trajectory, trajectory
     from rr_dataset.verify import Problem, VerifyReport, verify
     from rr_dataset.writer import RoutingWriter
 
@@ -85,9 +95,10 @@ _LAZY = {
     "copy": "rr_dataset.interchange.bundle",
     "ExportReport": "rr_dataset.interchange.export",
     "export": "rr_dataset.interchange.export",
-    "ImportReport": "rr_dataset.interchange.fastdeploy",
-    "Refused": "rr_dataset.interchange.fastdeploy",
+    "ImportReport": "rr_dataset.interchange.imported",
+    "Refused": "rr_dataset.interchange.imported",
     "import_fastdeploy": "rr_dataset.interchange.fastdeploy",
+    "import_responses": "rr_dataset.interchange.responses",
     "LayerLoad": "rr_dataset.stats",
     "expert_counts": "rr_dataset.stats",
     "layer_loads": "rr_dataset.stats",
@@ -100,9 +111,25 @@ _LAZY = {
     "FlushReport": "rr_dataset.receipt",
     "Receipt": "rr_dataset.receipt",
     "RoutingWriter": "rr_dataset.writer",
+    "Packed": "rr_dataset.packed",
+    "Spans": "rr_dataset.packed",
+    "RowKind": "rr_dataset.padding",
+    "Share": "rr_dataset.selection",
+    "Alignment": "rr_dataset.trainer.align",
+    "align": "rr_dataset.trainer.align",
+    "Batch": "rr_dataset.trainer.collate",
+    "collate": "rr_dataset.trainer.collate",
+    "to_paddle": "rr_dataset.trainer.collate",
+    "to_torch": "rr_dataset.trainer.collate",
+    "RankView": "rr_dataset.trainer.ranks",
+    "Trajectory": "rr_dataset.trainer.trajectory",
+    "trajectory": "rr_dataset.trainer.trajectory",
 }
 
 __all__ = [
+    "Alignment",
+    "AlignmentError",
+    "Batch",
     "CompactReport",
     "CopyReport",
     "CorruptShardError",
@@ -126,9 +153,11 @@ __all__ = [
     "NewerFormatError",
     "NotFoundError",
     "ObjectNotFoundError",
+    "Packed",
     "PollCursor",
     "Problem",
     "PutManyError",
+    "RankView",
     "ReadConflictError",
     "Receipt",
     "RecordDroppedError",
@@ -142,11 +171,15 @@ __all__ = [
     "RoutingRecord",
     "RoutingSpec",
     "RoutingWriter",
+    "RowKind",
+    "Share",
+    "Spans",
     "SpecMismatchError",
     "SpoolFullError",
     "SpoolReport",
     "SpoolUnavailableError",
     "StorageError",
+    "Trajectory",
     "VerifyReport",
     "WaitTimeoutError",
     "WorkerError",
@@ -154,6 +187,8 @@ __all__ = [
     "WriterError",
     "WriterForkedError",
     "WriterOptions",
+    "align",
+    "collate",
     "collect_garbage",
     "compact",
     "copy",
@@ -164,12 +199,16 @@ __all__ = [
     "expert_counts",
     "export",
     "import_fastdeploy",
+    "import_responses",
     "layer_loads",
     "maintain",
     "open_dataset",
     "plan_compaction",
     "recover",
     "to_long",
+    "to_paddle",
+    "to_torch",
+    "trajectory",
     "verify",
 ]
 

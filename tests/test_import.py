@@ -188,7 +188,7 @@ def test_no_folder(uri: Path, tmp_path: Path) -> None:
 
 
 def test_large_imports_go_in_slabs(uri: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rr_dataset.interchange.fastdeploy.SLAB_BYTES", 70)
+    monkeypatch.setattr("rr_dataset.interchange.imported.SLAB_BYTES", 70)
     for i in range(5):
         put_layers(tmp_path / "s", f"a:{i}:0:0", *mixed(5, 5, 5))  # 30 bytes
     assert rr.import_fastdeploy(uri, tmp_path / "s").imported == 5
