@@ -19,11 +19,18 @@ def verify(
     repair: Annotated[
         bool, typer.Option("--repair", help="Move damaged and foreign files to _rr/quarantine/; deletes nothing")
     ] = False,
+    positions: Annotated[
+        bool,
+        typer.Option(
+            "--positions",
+            help="Also hold records against what a capture with debug=True writes, to check its integration",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Read and check every byte; exit code 3 if something is wrong."""
     with output.progress("verify") as progress:
-        report = rr.verify(uri, prefix, repair=repair, progress=progress)
+        report = rr.verify(uri, prefix, repair=repair, progress=progress, positions=positions)
     if as_json:
         problems = [{"level": problem.level, **asdict(problem)} for problem in report.problems]
         output.show_json({**asdict(report), "problems": problems, "sound": report.sound})

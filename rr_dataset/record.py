@@ -142,6 +142,15 @@ class RoutingSpec:
             raise InvalidRoutingError(f"layers={list(chosen)}: expected rising layer ids, at least one")
         return chosen
 
+    def position_ids(self, positions: npt.ArrayLike, layers: Sequence[int] | None = None) -> npt.NDArray[Any]:
+        """`(position + layer + k) % num_experts` as [tokens, layers, top_k] of the stored dtype, layers by their ids.
+
+        A capture with `debug=True` writes these, and `verify(positions=True)` looks for them.
+        """
+        ids = np.asarray(positions, np.int64)[:, None, None] + np.asarray(self.check_layers(layers))[:, None]
+        expected: npt.NDArray[Any] = ((ids + np.arange(self.top_k)) % self.num_experts).astype(self.dtype)
+        return expected
+
     def to_dict(self) -> dict[str, Any]:
         """The JSON form in `format.json`."""
         return {

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
+import numpy as np
+
 from rr_dataset.clock import wall_ms
 from rr_dataset.errors import (
     CorruptShardError,
@@ -36,7 +38,7 @@ from rr_dataset.layout import (
 )
 from rr_dataset.live import merge_ranges
 from rr_dataset.lookup import Lookup
-from rr_dataset.record import Row
+from rr_dataset.record import RoutingRecord, RoutingSpec, Row
 from rr_dataset.shard import ShardIndex, check_shard, read_index
 from rr_dataset.snapshot import MAX_ATTEMPTS, Shard, Snapshot
 from rr_dataset.storage import Entry, Storage
@@ -48,6 +50,8 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 NOTES = frozenset(("incomplete",))
 IN_SHARDS = frozenset(("shard", "name", "row", "arrow", "payload", "checksum", "experts", "tiling"))
 MOVED = IN_SHARDS | {"foreign"}  # what `repair` takes out of the way
+
+_READ_AT_ONCE = 32  # records, of some ten megabytes
 
 _WHOLE = -1  # stands for the whole file, before its rows
 _Fault = tuple[str, int | None, str]  # kind, row number or None for the whole file, text
@@ -65,6 +69,7 @@ class Problem:
         (the index leads to other bytes than Arrow does), "checksum", "experts" (ids that no expert has, unsorted ones, or ids
         where none should be), "tiling" (buffers that overlap), "double" (a record id in two visible files).
     kind, of other things:
+        "positions" (records that are not what a capture with debug=True writes; on request),
         "tombstone" (a damaged or foreign file of delete marks), "foreign" (a file or directory that is none of ours), "staging"
         (left behind by a writer that died), "empty" (a directory), "incomplete" (records with missing tokens or layers, or
         of which more parts are expected: a note).
@@ -109,6 +114,7 @@ def verify(
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
     now_ms: Callable[[], int] = wall_ms,
+    positions: bool = False,
 ) -> VerifyReport:
     """Read everything and report what is wrong: see `Problem` for what is looked for. Changes nothing unless `repair`.
 
@@ -118,12 +124,14 @@ def verify(
         what it hides would come back.
     progress: called with the bytes checked so far and in all.
     now_ms: the clock, in Unix milliseconds.
+    positions: also hold each live record against what a capture with `debug=True` writes, `RoutingSpec.position_ids`: whoever
+        integrates a capture runs the engine so, and sees whether each row reached its token and layer.
 
     Raises DatasetNotFoundError, FormatError where the dataset's own description is damaged, NewerFormatError for what a later
     version wrote, ReadConflictError while files keep vanishing, StorageError.
     """
     lookup = Lookup(uri, None, storage_options)
-    run = _Run(lookup, now_ms, progress)
+    run = _Run(lookup, now_ms, progress, positions)
     paths = lookup.partition_paths(lookup.prefix(prefix))
     if progress is not None:
         paths = run.measure(paths)
@@ -138,7 +146,8 @@ def verify(
 class _Run:
     """One verification, and its counts."""
 
-    def __init__(self, lookup: Lookup, now_ms: Callable[[], int], progress: Progress | None) -> None:
+    def __init__(self, lookup: Lookup, now_ms: Callable[[], int], progress: Progress | None, positions: bool) -> None:
+        self._positions = positions
         self._lookup = lookup
         self._storage = lookup.storage
         self._format = lookup.format
@@ -268,6 +277,21 @@ class _Run:
                 yield Problem(
                     "incomplete", path, f"{len(found)} records {text}", first.record_id, first.request_id, len(found)
                 )
+        if self._positions and not damaged:
+            yield from self._misplaced(path, sorted(head.request_id for head in heads if head.status != "dropped"))
+
+    def _misplaced(self, path: str, ids: Sequence[str]) -> Iterator[Problem]:
+        """The first record that is not `position_ids`, and how many there are."""
+        found: list[tuple[RoutingRecord, str]] = []
+        for at in range(0, len(ids), _READ_AT_ONCE):
+            group = ids[at : at + _READ_AT_ONCE]
+            for record in self._lookup.read(group, None, [None] * len(group), on_missing="none"):
+                text = None if record is None else _misplacement(record, self._format.spec)
+                if record is not None and text is not None:
+                    found.append((record if not found else found[0][0], text))
+        if found:
+            record, text = found[0]
+            yield Problem("positions", path, text, record.record_id, record.request_id, len(found))
 
     def _tombstones(self) -> TombstoneSet:
         if not self._tombstones_readable:
@@ -389,6 +413,22 @@ def _doubles(visible: Iterable[Shard]) -> Iterator[Problem]:
             row = shard.index.rows[number]
             text = f"row {number}: {text}; compaction makes one of them"
             yield Problem("double", shard.path, text, row.record_id, row.request_id, len(found))
+
+
+def _misplacement(record: RoutingRecord, spec: RoutingSpec) -> str | None:
+    """Where a record differs from `position_ids` first, by token."""
+    at = np.concatenate([np.arange(start, stop) for start, stop in record.token_ranges] or [np.arange(0)])
+    expected = spec.position_ids(at, record.layers)
+    if spec.topk_order == "sorted":
+        expected.sort(axis=2)
+    wrong = (record.to_numpy("TLK") != expected).any(axis=2) & record.present().T
+    if not wrong.any():
+        return None
+    token, layer = (int(i) for i in np.argwhere(wrong)[0])
+    return (
+        f"token {at[token]}, layer {record.layers[layer]}: {record.routed_experts[layer, token].tolist()}, a capture with debug=True "
+        f"writes {expected[token, layer].tolist()}; {int(wrong.any(axis=1).sum())} of {len(at)} tokens differ"
+    )
 
 
 def _moved(storage: Storage, problems: Sequence[Problem]) -> Iterator[Problem]:

@@ -198,19 +198,12 @@ class StepCapturer:
             return
         rows = step.rows()
         if step.positions is not None:
-            rows = expected_ids(self.spec, step.positions(), self.layers)
+            rows = self.spec.position_ids(step.positions(), self.layers)
         if not real.all():
             slots, rows, marks = slots[real], rows[real], marks[real]
         late = step.table.scatter(slots, rows, marks)
         self.late += late
         self.written += len(slots) - late
-
-
-def expected_ids(spec: RoutingSpec, positions: Array, layers: Sequence[int]) -> Array:
-    """What `debug` writes: [tokens, layers, top_k] of `(position + layer + k) % num_experts`."""
-    ids: Array = np.asarray(positions, np.int64)[:, None, None] + np.asarray(layers)[:, None] + np.arange(spec.top_k)
-    ids %= spec.num_experts
-    return ids.astype(spec.dtype)
 
 
 def _taken(value: Any) -> Arrival:

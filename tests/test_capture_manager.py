@@ -1,0 +1,412 @@
+"""Requests from register to their record, through a real writer, and the self-check of a capture with debug=True."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rr_dataset as rr
+from cli.main import main
+from rr_dataset.capture import Finished, RoutingCapture, SlotTable, StepCapturer
+from rr_dataset.errors import InvalidInputError, InvalidRoutingError, RecordDroppedError
+from tests.engines import options
+from tests.routing_engine import SPEC as SIM_SPEC
+from tests.routing_engine import Engine, check
+
+SPEC = rr.RoutingSpec((3, 4, 7, 9), num_experts=200, top_k=2)
+BLOCK = 4
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("capture") / "d"
+
+
+@pytest.fixture(scope="module")
+def writer(root: Path) -> Iterator[rr.RoutingWriter]:
+    """One for all tests: each has a prompt of its own."""
+    with rr.RoutingWriter(root, options(root.parent), create=SPEC) as writer:
+        yield writer
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[rr.RoutingWriter]:
+    """For tests that clear or close it."""
+    with rr.RoutingWriter(tmp_path / "own", options(tmp_path), create=SPEC) as writer:
+        yield writer
+
+
+_prompts = itertools.count()
+
+
+@pytest.fixture
+def prompt() -> str:
+    return f"p{next(_prompts)}"
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Iterator[SlotTable]:
+    with SlotTable.create("t", 16, BLOCK, SPEC.num_layers, SPEC.top_k, directory=tmp_path) as table:
+        yield table
+
+
+@pytest.fixture
+def capturer(table: SlotTable) -> StepCapturer:
+    return StepCapturer(table, SPEC, 64)
+
+
+@pytest.fixture
+def capture(writer: rr.RoutingWriter, table: SlotTable, capturer: StepCapturer) -> RoutingCapture:
+    return RoutingCapture(writer, table, capturer)
+
+
+def rows(seed: int, tokens: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, SPEC.num_experts, (tokens, SPEC.num_layers, SPEC.top_k))
+
+
+def feed(capture: RoutingCapture, blocks: list[int], start: int, given: np.ndarray) -> None:
+    """One step of one request."""
+    for i, layer in enumerate(SPEC.moe_layers):
+        capture.record(layer, given[:, i])
+    positions = np.arange(start, start + len(given))
+    capture.step(np.array(blocks)[positions // BLOCK] * BLOCK + positions % BLOCK, positions)
+
+
+def stored(writer: rr.RoutingWriter, root: Path, request_id: str) -> rr.RoutingRecord:
+    writer.flush()
+    return rr.open_dataset(root).get(request_id)
+
+
+def test_a_request_becomes_one_record(
+    capture: RoutingCapture, writer: rr.RoutingWriter, root: Path, prompt: str
+) -> None:
+    given, blocks = rows(0, 10), [5, 1, 9]
+    capture.set_weight_version(7)
+    capture.register(f"{prompt}:0:0:0", tags={"task": "math"})
+    capture.register(f"{prompt}:0:0:0")  # FastDeploy says so for each chunk of its prompt
+    feed(capture, blocks, 0, given[:6])
+    feed(capture, blocks, 6, given[6:9])
+    feed(capture, blocks, 9, given[9:])
+    receipt = capture.finish(f"{prompt}:0:0:0", blocks, token_ids=list(range(50, 61)), tags={"n": "1"})
+    record = stored(writer, root, f"{prompt}:0:0:0")
+    assert (record.to_numpy("TLK") == given).all()
+    assert record.token_ids is not None
+    assert record.token_ids.tolist() == list(range(50, 60))  # the last one was sampled, and never fed
+    assert (record.status, record.missing, record.weights) == ("complete", (), ((0, 10, "7"),))
+    assert record.tags == {"task": "math", "n": "1"}
+    assert receipt is not None
+    assert receipt.ref.endswith(f":{prompt}:0:0:0")
+    assert capture.stats().rows == 10
+    assert capture.stats().records == 1
+    assert rr.verify(root, prompt).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [("stop", "complete"), ("length", "complete"), ("abort", "aborted"), ("preempted", "preempted")],
+)
+def test_the_status_follows_the_finish_reason(
+    capture: RoutingCapture, writer: rr.RoutingWriter, root: Path, reason: str, status: str, prompt: str
+) -> None:
+    capture.register(f"{prompt}:0:0:0")
+    feed(capture, [2], 0, rows(0, 3))
+    capture.finish(f"{prompt}:0:0:0", [2], 3, reason)
+    assert stored(writer, root, f"{prompt}:0:0:0").status == status
+
+
+def test_weights_that_change_while_a_request_runs(
+    capture: RoutingCapture, writer: rr.RoutingWriter, root: Path, prompt: str
+) -> None:
+    capture.register(f"{prompt}:0:0:0")
+    capture.set_weight_version("w1")
+    feed(capture, [2, 3], 0, rows(0, 3))
+    capture.suspend()
+    feed(capture, [2, 3], 3, rows(1, 1))  # whatever runs while weights are loaded is not captured
+    capture.resume("w2")
+    feed(capture, [2, 3], 4, rows(2, 3))
+    capture.finish(f"{prompt}:0:0:0", [2, 3], 7)
+    record = stored(writer, root, f"{prompt}:0:0:0")
+    assert record.weights == ((0, 3, "w1"), (4, 7, "w2"))
+    assert record.missing == ((3, 4),)
+
+
+def test_what_was_counted_and_not_fed_is_missing_even_where_a_rejected_draft_lies(
+    capture: RoutingCapture, writer: rr.RoutingWriter, root: Path, prompt: str
+) -> None:
+    """At the maximum length the last token is counted. A draft was fed in its place and rejected."""
+    capture.register(f"{prompt}:0:0:0")
+    given = rows(0, 6)
+    feed(capture, [2, 3], 0, given)  # 4 of the prompt, one sampled, one draft
+    capture.finish(f"{prompt}:0:0:0", [2, 3], num_fed=5, num_tokens=6, finish_reason="length", token_ids=list(range(6)))
+    record = stored(writer, root, f"{prompt}:0:0:0")
+    assert record.missing == ((5, 6),)
+    assert (record.to_numpy("TLK")[:5] == given[:5]).all()
+
+
+def test_preempted_with_its_rows_the_first_routes_win(
+    capture: RoutingCapture, table: SlotTable, writer: rr.RoutingWriter, root: Path, prompt: str
+) -> None:
+    first, again = rows(0, 6), rows(1, 8)
+    capture.set_weight_version("w1")
+    capture.register(f"{prompt}:0:0:0")
+    feed(capture, [2, 3], 0, first)
+    capture.preempt(f"{prompt}:0:0:0", [2, 3], 6, list(range(7)))
+    assert stored(writer, root, f"{prompt}:0:0:0").status == "partial"
+    table.recycle([2, 3])
+    capture.set_weight_version("w2")
+    feed(capture, [4, 5], 0, again)
+    capture.finish(f"{prompt}:0:0:0", [4, 5], token_ids=list(range(9)))
+    record = stored(writer, root, f"{prompt}:0:0:0")
+    assert (record.to_numpy("TLK") == np.concatenate([first, again[6:]])).all()
+    assert (record.status, record.weights) == ("complete", ((0, 6, "w1"), (6, 8, "w2")))
+    assert record.tags == {"preemptions": "1"}
+    assert record.token_ids is not None
+    assert record.token_ids.tolist() == list(range(8))
+
+
+def test_preempted_without_them_the_last_routes_count(
+    capture: RoutingCapture, table: SlotTable, writer: rr.RoutingWriter, root: Path, prompt: str
+) -> None:
+    again = rows(1, 8)
+    capture.register(f"{prompt}:0:0:0")
+    feed(capture, [2, 3], 0, rows(0, 6))
+    capture.preempt(f"{prompt}:0:0:0")
+    table.recycle([2, 3])
+    feed(capture, [3, 2], 0, again)
+    capture.finish(f"{prompt}:0:0:0", [3, 2], 8)
+    record = stored(writer, root, f"{prompt}:0:0:0")
+    assert (record.to_numpy("TLK") == again).all()
+    assert (record.missing, record.tags) == ((), {"preemptions": "1"})
+
+
+def test_ended_before_it_was_fed_as_far_again(
+    capture: RoutingCapture, table: SlotTable, writer: rr.RoutingWriter, root: Path, prompt: str
+) -> None:
+    first = rows(0, 6)
+    capture.register(f"{prompt}:0:0:0")
+    feed(capture, [2, 3], 0, first)
+    capture.preempt(f"{prompt}:0:0:0", [2, 3], 6, list(range(7)))
+    table.recycle([2, 3])
+    feed(capture, [4], 0, rows(1, 3))
+    capture.abort(f"{prompt}:0:0:0", [4], 3, list(range(7)))
+    record = stored(writer, root, f"{prompt}:0:0:0")
+    assert (record.status, record.missing, record.num_tokens) == ("aborted", (), 6)
+    assert (record.to_numpy("TLK") == first).all()
+
+
+def test_drop_rows_say_why(capture: RoutingCapture, writer: rr.RoutingWriter, root: Path, prompt: str) -> None:
+    for name in range(5):
+        capture.register(f"{prompt}:{name}:0:0")
+    feed(capture, [2], 0, rows(0, 3))
+    capture.abort(f"{prompt}:0:0:0")
+    capture.finish(f"{prompt}:1:0:0", [2], 0)
+    capture.finish(f"{prompt}:2:0:0", [2], 3, "nonsense")
+    capture.finish(f"{prompt}:3:0:0", [99], 3)
+    capture.reset()
+    writer.flush()
+    dataset = rr.open_dataset(root)
+    reasons = {}
+    for head in dataset.heads(f"{prompt}:{name}:0:0" for name in range(5)):
+        assert head.status == "dropped"
+        reasons[int(head.components[1] or 0)] = head.reason
+    assert reasons == {
+        0: "aborted",
+        1: "nothing was fed",
+        2: "fault of the engine's hook: InvalidInputError",
+        3: "fault of the engine's hook: InvalidRoutingError",
+        4: "engine reset",
+    }
+    assert capture.stats().faults == {"finish": 2}
+    with pytest.raises(RecordDroppedError, match="engine reset"):
+        dataset.get(f"{prompt}:4:0:0")
+
+
+def test_an_id_beyond_the_experts_is_a_drop_row(
+    capture: RoutingCapture, writer: rr.RoutingWriter, root: Path, prompt: str
+) -> None:
+    capture.register(f"{prompt}:0:0:0")
+    feed(capture, [2], 0, rows(0, 3) * 0 + 200)
+    capture.finish(f"{prompt}:0:0:0", [2], 3)
+    writer.flush()
+    (head,) = rr.open_dataset(root).heads([f"{prompt}:0:0:0"])
+    assert (head.status, head.reason) == ("dropped", "fault of the engine's hook: InvalidRoutingError")
+
+
+def test_a_reset_leaves_nothing_to_those_that_follow(
+    capture: RoutingCapture, writer: rr.RoutingWriter, root: Path, prompt: str
+) -> None:
+    capture.register(f"{prompt}:0:0:0")
+    feed(capture, [2], 0, rows(0, 3))
+    capture.reset()
+    capture.register(f"{prompt}:1:0:0")
+    feed(capture, [2], 0, rows(1, 1))
+    capture.finish(f"{prompt}:1:0:0", [2], 3)
+    assert stored(writer, root, f"{prompt}:1:0:0").missing == ((1, 3),)
+    assert capture.stats().in_flight == 0
+
+
+def test_opted_out_ended_twice_and_foreign(
+    capture: RoutingCapture, writer: rr.RoutingWriter, root: Path, prompt: str
+) -> None:
+    capture.register(f"{prompt}:0:0:0", capture=False)
+    capture.register("chatcmpl-foreign")
+    capture.register(f"{prompt}:1:0:0")
+    feed(capture, [2], 0, rows(0, 3))
+    assert capture.finish(f"{prompt}:0:0:0", [2], 3) is None
+    assert capture.finish("chatcmpl-foreign", [2], 3) is None
+    assert capture.finish(f"{prompt}:1:0:0", [2], 3) is not None
+    assert capture.finish(f"{prompt}:1:0:0", [2], 3) is None
+    assert capture.finish(f"{prompt}:2:0:0", [2], 3) is None
+    writer.flush()
+    assert list(rr.open_dataset(root).ids(prompt)) == [f"{prompt}:1:0:0"]
+    stats = capture.stats()
+    assert (stats.opted_out, stats.records, dict(stats.faults)) == (2, 1, {"register": 1, "finish": 2})
+
+
+def test_strict_raises(writer: rr.RoutingWriter, table: SlotTable, capturer: StepCapturer, prompt: str) -> None:
+    capture = RoutingCapture(writer, table, capturer, strict=True)
+    with pytest.raises(InvalidInputError):
+        capture.register("chatcmpl-foreign")
+    capture.register(f"{prompt}:0:0:0")
+    with pytest.raises(InvalidRoutingError, match="topk_ids has shape"):
+        capture.record(3, np.zeros((2, 3), int))
+    with pytest.raises(InvalidRoutingError, match="0 were recorded"):
+        capture.step(np.arange(3))
+    with pytest.raises(InvalidInputError, match="finish_reason='nonsense'"):
+        capture.finish(f"{prompt}:0:0:0", [2], 3, "nonsense")
+    with pytest.raises(InvalidInputError, match="not in flight"):
+        capture.finish(f"{prompt}:0:0:0", [2], 3)
+
+
+def test_whatever_a_hook_is_given_serving_goes_on(
+    own: rr.RoutingWriter, table: SlotTable, capturer: StepCapturer, prompt: str
+) -> None:
+    capture = RoutingCapture(own, table, capturer)
+    junk: Any = object()
+    capture.record(3, junk)
+    capture.step(junk)
+    capture.flush(junk)
+    capture.register(f"{prompt}:0:0:0")
+    capture.preempt(f"{prompt}:0:0:0", junk, 3)
+    capture.finish(f"{prompt}:0:0:0", junk, junk)
+    capture.clear(junk)
+    capture.set_weight_version("x" * 128)
+    assert set(capture.stats().faults) == {"record", "step", "flush", "save", "finish", "clear", "set_weight_version"}
+    own.close()
+    capture.register(f"{prompt}:1:0:0")
+    capture.finish(f"{prompt}:1:0:0", [2], 3)
+    capture.clear_run()
+    assert capture.stats().faults["drop"] == 1
+
+
+def test_many_end_at_once(capture: RoutingCapture, writer: rr.RoutingWriter, root: Path, prompt: str) -> None:
+    ends = []
+    for i in range(12):
+        capture.register(f"{prompt}:{i}:0:0")
+        feed(capture, [i], 0, rows(i, 3))
+        ends.append(Finished(f"{prompt}:{i}:0:0", [i], 3))
+    receipts = capture.finish_many(ends)
+    assert None not in receipts
+    writer.flush()
+    for i, record in enumerate(rr.open_dataset(root).get_many([f"{prompt}:{i}:0:0" for i in range(12)])):
+        assert (record.to_numpy("TLK") == rows(i, 3)).all()
+
+
+def test_clear(own: rr.RoutingWriter, table: SlotTable, capturer: StepCapturer, tmp_path: Path) -> None:
+    capture = RoutingCapture(own, table, capturer)
+    for name in ("a:0:0:0", "b:0:0:0"):
+        capture.register(name)
+        feed(capture, [2], 0, rows(0, 3))
+        capture.finish(name, [2], 3)
+    capture.clear("a")
+    own.flush()
+    assert list(rr.open_dataset(tmp_path / "own").ids()) == ["b:0:0:0"]
+    capture.clear_run()
+    own.flush()
+    assert list(rr.open_dataset(tmp_path / "own").ids()) == []
+
+
+def test_ranks_that_write_nothing(table: SlotTable, prompt: str) -> None:
+    capture = RoutingCapture(None, table, StepCapturer(None, SPEC, 64))
+    capture.register(f"{prompt}:0:0:0")
+    feed(capture, [2], 0, rows(0, 3))
+    assert capture.finish(f"{prompt}:0:0:0", [2], 3) is None
+    capture.abort(f"{prompt}:0:0:0")
+    capture.reset()
+    assert table.gather([2], 0, 3).missing == ((0, 3),)
+    assert capture.stats().faults == {}
+
+
+def test_a_table_of_another_shape_is_refused(writer: rr.RoutingWriter, tmp_path: Path) -> None:
+    with (
+        SlotTable.create("other", 4, 4, 3, 2, directory=tmp_path) as other,
+        pytest.raises(InvalidInputError, match="has rows"),
+    ):
+        RoutingCapture(writer, other)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_simulated_engine_into_a_dataset(seed: int, tmp_path: Path) -> None:
+    with rr.RoutingWriter(tmp_path / "d", options(tmp_path), create=SIM_SPEC) as writer:
+        engine = Engine(seed, writer, overlap=seed % 2 == 0)
+        engine.run(150)
+        engine.close()
+        writer.flush()
+        dataset = rr.open_dataset(tmp_path / "d")
+        assert set(dataset.ids()) == set(engine.expected) | engine.dropped
+        known = {}
+        for record in dataset.get_many(engine.expected):
+            versions = {p: version for start, stop, version in record.weights for p in range(start, stop)}
+            gone = {p for start, stop in record.missing for p in range(start, stop)}
+            routing = record.to_numpy("TLK")
+            found = {
+                p: (tuple(routing[p].ravel().tolist()), versions.get(p, ""))
+                for p in range(record.num_tokens)
+                if p not in gone
+            }
+            known[record.request_id] = (found, record.num_tokens, record.status)
+        assert check(engine, known) > 50
+
+
+# --- the self-check of integrators
+
+
+def self_check(root: Path, *more: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(root), *more])
+    return int(ended.value.code or 0)
+
+
+def test_debug_writes_positions_and_verify_finds_them(
+    writer: rr.RoutingWriter, table: SlotTable, root: Path, capfd: pytest.CaptureFixture[str], prompt: str
+) -> None:
+    capture = RoutingCapture(writer, table, StepCapturer(table, SPEC, 64, debug=True))
+    capture.register(f"{prompt}:0:0:0")
+    feed(capture, [2, 7, 1], 0, rows(0, 5))
+    feed(capture, [2, 7, 1], 5, rows(1, 4))
+    capture.finish(f"{prompt}:0:0:0", [2, 7, 1], 9)
+    writer.flush()
+    assert rr.verify(root, prompt, positions=True).problems == ()
+    assert self_check(root, "--prefix", prompt, "--positions") == 0
+
+    capture.register(f"{prompt}:1:0:0")
+    feed(capture, [3, 4], 0, rows(0, 3))
+    feed(capture, [3, 4], 4, rows(1, 2))  # an engine whose positions are off by one
+    capture.finish(f"{prompt}:1:0:0", [3, 4], 6)
+    capture.register(f"{prompt}:2:0:0")
+    feed(capture, [5, 6], 1, rows(0, 5))
+    capture.finish(f"{prompt}:2:0:0", [6, 5], 6)
+    capture.abort(f"{prompt}:3:0:0")
+    writer.flush()
+    assert rr.verify(root, prompt).sound
+    (problem,) = (each for each in rr.verify(root, prompt, positions=True).problems if each.level == "error")
+    assert (problem.kind, problem.request_id, problem.count) == ("positions", f"{prompt}:2:0:0", 1)
+    assert problem.text == ("token 0, layer 3: [7, 8], a capture with debug=True writes [3, 4]; 3 of 6 tokens differ")
+    capfd.readouterr()
+    assert self_check(root, "--prefix", prompt, "--positions") == 3
+    assert "positions" in capfd.readouterr().out
