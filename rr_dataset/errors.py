@@ -4,6 +4,7 @@ RoutingDatasetError
 ├── InvalidInputError (ValueError)            the caller's argument is wrong; nothing was written
 │   ├── InvalidRequestIdError                 the id does not follow the dataset's key scheme
 │   ├── InvalidRoutingError                   shape, layers, dtype or range do not match the spec
+│   ├── AlignmentError                        a record is not of the trainer's tokens; says by how much
 │   ├── SpecMismatchError                     the dataset exists with another spec or key scheme
 │   └── RecordTooLargeError                   the record does not fit the spool, whatever its state
 ├── PutManyError                              some items of put_many were not stored; has the receipts of the others
@@ -53,6 +54,10 @@ class InvalidRequestIdError(InvalidInputError):
 
 class InvalidRoutingError(InvalidInputError):
     """Shape, layers, dtype or range of a record do not match the spec."""
+
+
+class AlignmentError(InvalidInputError):
+    """The record is not of the trainer's tokens: another number, a shift, or other ids; the message says by how much."""
 
 
 class SpecMismatchError(InvalidInputError):
