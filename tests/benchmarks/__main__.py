@@ -18,6 +18,7 @@ from rich.table import Table
 from .bench import Bench, Unavailable
 from .clients import clients
 from .compaction import compact_get, compact_size, compact_speed
+from .contracts import decode_contracts
 from .deletes import (
     delete_after_deletes,
     delete_scale,
@@ -41,6 +42,7 @@ ROWS = {  # ingest comes before the others have deleted many files
     "put-small": put_small,
     "put-int32": put_int32,
     "put-blocked": put_blocked,
+    "decode": decode_contracts,
     "get-warm": get_warm,
     "get-cold": get_cold,
     "get-layers": get_layers,
