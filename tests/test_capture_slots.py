@@ -1,0 +1,598 @@
+"""The table, the capturer of a step and the watcher of block tables, rule by rule."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rr_dataset as rr
+from rr_dataset.capture import BlockWatcher, SlotTable, StepCapturer
+from rr_dataset.capture.tensors import framework_of
+from rr_dataset.errors import InvalidInputError, InvalidRoutingError, SpoolUnavailableError
+
+SPEC = rr.RoutingSpec((3, 4, 7), num_experts=200, top_k=2)
+BLOCK = 4
+BLOCKS = 8
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Iterator[SlotTable]:
+    with SlotTable.create("t", BLOCKS, BLOCK, 3, 2, directory=tmp_path) as table:
+        yield table
+
+
+@pytest.fixture
+def capturer(table: SlotTable) -> StepCapturer:
+    return StepCapturer(table, SPEC, 32)
+
+
+def rows(seed: int, tokens: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 200, (tokens, 3, 2)).astype(np.uint8)
+
+
+def slots(blocks: list[int], start: int, stop: int) -> np.ndarray:
+    positions = np.arange(start, stop)
+    return np.array(blocks)[positions // BLOCK] * BLOCK + positions % BLOCK
+
+
+def write(table: SlotTable, blocks: list[int], start: int, given: np.ndarray) -> None:
+    at = slots(blocks, start, start + len(given))
+    table.scatter(at, given, table.marks(at))
+
+
+def record(capturer: StepCapturer, given: Any, **how: Any) -> None:
+    for i, layer in enumerate(SPEC.moe_layers):
+        capturer.record(layer, given[:, i], **how)
+
+
+# --- the table
+
+
+def test_rows_come_back_and_the_rest_is_missing(table: SlotTable) -> None:
+    given = rows(0, 9)
+    write(table, [5, 0, 7], 1, given)
+    found = table.gather([5, 0, 7], 0, 12)
+    assert found.missing == ((0, 1), (10, 12))
+    assert (found.rows[1:10] == given).all()
+    assert not found.rows[[0, 10, 11]].any()
+    assert found.weights == ()
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.lists(st.integers(-1, 7), max_size=8), st.randoms())
+def test_any_range_of_any_block_table(start: int, length: int, blocks: list[int], random: Any) -> None:
+    """Against a dict of slots."""
+    with SlotTable.create(f"any-{os.getpid()}", BLOCKS, BLOCK, 3, 2, prefault=False) as table:
+        written = {slot: rows(slot, 1)[0] for slot in range(32) if random.random() < 0.7}
+        at = np.array(sorted(written), np.int64)
+        table.scatter(at, np.array([written[i] for i in at]).reshape(-1, 3, 2), table.marks(at))
+        found = table.gather(blocks, start, start + length)
+        assert table.look(blocks, start, start + length) == (found.missing, ())
+        missing = {p for begin, end in found.missing for p in range(begin, end)}
+        for position in range(start, start + length):
+            block = blocks[position // BLOCK] if position // BLOCK < len(blocks) else -1
+            expected = written.get(block * BLOCK + position % BLOCK) if block >= 0 else None
+            assert (position in missing) == (expected is None)
+            assert (found.rows[position - start] == (0 if expected is None else expected)).all()
+
+
+def test_a_recycled_block_loses_its_rows_and_those_on_their_way(table: SlotTable) -> None:
+    at = slots([2], 0, 4)
+    before = table.marks(at)
+    assert table.scatter(at, rows(0, 4), before) == 0
+    table.recycle([2, 2, 3])  # once or twice, it is another
+    assert table.gather([2], 0, 4).missing == ((0, 4),)
+    write(table, [2], 0, rows(1, 2))
+    assert table.scatter(at, rows(0, 4), before) == 4  # late: the new owner's rows stay
+    found = table.gather([2], 0, 4)
+    assert found.missing == ((2, 4),)
+    assert (found.rows[:2] == rows(1, 2)).all()
+
+
+def test_a_prefix_hit_finds_the_rows_of_the_first_request(table: SlotTable) -> None:
+    first, second = rows(0, 8), rows(1, 3)
+    write(table, [1, 2], 0, first)
+    table.recycle([5])
+    write(table, [1, 5], 4, second)
+    found = table.gather([1, 5], 0, 7)
+    assert found.missing == ()
+    assert (found.rows == np.concatenate([first[:4], second])).all()
+
+
+def test_generations_wrap_past_the_mark_of_no_row(table: SlotTable) -> None:
+    table._generations[:] = np.iinfo(np.uint32).max
+    table.recycle([1])
+    table.reset()
+    assert table._generations.min() == 1
+    assert table.gather([0, 1, 2], 0, 12).missing == ((0, 12),)
+
+
+def test_swapped_out_and_back_row_by_row(table: SlotTable, tmp_path: Path) -> None:
+    with SlotTable.create("host", 3, BLOCK, 3, 2, directory=tmp_path) as host:
+        table.set_weight_version("w1")
+        write(table, [6, 4], 0, rows(0, 6))
+        host.recycle([0, 2])
+        table.move([6, 4], host, [2, 0])
+        assert (host.gather([2, 0], 0, 6).rows == rows(0, 6)).all()
+        late = table.marks(slots([6], 0, 4))
+        table.recycle([6, 4])
+        write(table, [6, 4], 0, rows(1, 8))  # another request has them meanwhile
+        table.set_weight_version("w2")
+        host.move([2, 0], table, [4, 1])
+        found = table.gather([4, 1], 0, 8)
+        assert (found.missing, found.weights) == (((6, 8),), ((0, 6, "w1"),))
+        assert (found.rows[:6] == rows(0, 6)).all()
+        assert (table.gather([6], 0, 4).rows == rows(1, 8)[:4]).all()
+        table.scatter(slots([6], 0, 4), rows(3, 4), late)
+        table.recycle([4])  # a block that was swapped in is like any other
+        assert table.gather([4, 1], 0, 8).missing == ((0, 4), (6, 8))
+        with pytest.raises(InvalidInputError, match="2 blocks cannot move to 1"):
+            table.move([1, 2], host, [1])
+        with (
+            SlotTable.create("odd", 3, BLOCK, 3, 1, directory=tmp_path) as odd,
+            pytest.raises(InvalidInputError, match="another shape"),
+        ):
+            table.move([1], odd, [1])
+
+
+def test_reset_forgets_everything(table: SlotTable) -> None:
+    at = slots([1, 2], 0, 8)
+    before = table.marks(at)
+    table.scatter(at, rows(0, 8), before)
+    table.reset()
+    assert table.scatter(at, rows(0, 8), before) == 8
+    assert table.gather([1, 2], 0, 8).missing == ((0, 8),)
+
+
+def test_weight_versions_are_those_of_the_rows(table: SlotTable) -> None:
+    for i, version in enumerate(["w1", "w1", "ü" * 63]):
+        table.set_weight_version(version)
+        write(table, [1, 2], i * 2, rows(i, 2))
+    assert table.gather([1, 2], 0, 8).weights == ((0, 4, "w1"), (4, 6, "ü" * 63))
+    for i in range(255):
+        table.set_weight_version(i)
+    assert table.gather([1, 2], 0, 8).weights == ((4, 6, "ü" * 63),)
+    table.set_weight_version("last")
+    assert table.gather([1, 2], 0, 8).weights == ()
+    for version in ("", "ü" * 64):
+        with pytest.raises(InvalidInputError, match="bytes of UTF-8"):
+            table.set_weight_version(version)
+
+
+def test_into_an_array_of_the_caller(table: SlotTable) -> None:
+    write(table, [1], 0, rows(0, 4))
+    out = np.full((4, 3, 2), 9, np.uint8)
+    assert table.gather([1], 0, 4, out=out).rows is out
+    assert (out == rows(0, 4)).all()
+    for wrong in (out[:3], out.astype(np.int32), np.asfortranarray(out)):
+        with pytest.raises(InvalidRoutingError, match="expected uint8 \\(4, 3, 2\\) in C order"):
+            table.gather([1], 0, 4, out=wrong)
+
+
+def test_a_block_that_is_recycled_under_a_gather_is_missing(table: SlotTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(table, [1, 2], 0, rows(0, 8))
+    take = np.take
+
+    def slow(source: Any, *rest: Any, **how: Any) -> Any:
+        result = take(source, *rest, **how)
+        if source is table._items:
+            table.recycle([2])
+            write(table, [2], 0, rows(1, 4))
+        return result
+
+    monkeypatch.setattr(np, "take", slow)
+    found = table.gather([1, 2], 0, 8)
+    assert found.missing == ((4, 8),)
+    assert (found.rows[:4] == rows(0, 4)).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda t: t.recycle([8]), "blocks 8 to 8: expected 0 to 7"),
+        (lambda t: t.recycle([-1, 2]), "blocks -1 to 2"),
+        (lambda t: t.marks(np.array([0, 32])), "slots 0 to 32: expected 0 to 31"),
+        (lambda t: t.gather([1, 9], 0, 8), "block 9: expected less than 8"),
+        (lambda t: t.gather([1], 3, 2), "tokens 3 to 2"),
+        (lambda t: t.gather([1], -1, 2), "tokens -1 to 2"),
+    ],
+)
+def test_what_is_outside_is_refused(table: SlotTable, call: Callable[[SlotTable], Any], text: str) -> None:
+    with pytest.raises(InvalidRoutingError, match=text):
+        call(table)
+
+
+def test_more_than_two_to_the_31_elements(tmp_path: Path) -> None:
+    """The file is reserved, and hardly touched."""
+    blocks = (1 << 31) // (64 * 48 * 8) + 100
+    with SlotTable.create("large", blocks, 64, 48, 8, directory=tmp_path, prefault=False) as table:
+        assert table.rows.size > 1 << 31
+        given = np.random.default_rng(0).integers(0, 256, (128, 48, 8)).astype(np.uint8)
+        chosen = np.array([blocks - 1, 0], np.int32)
+        at = (chosen[:, None].astype(np.int64) * 64 + np.arange(64)).ravel()
+        capturer = StepCapturer(table, rr.RoutingSpec(range(48), 256, 8), 128)
+        for layer in range(48):
+            capturer.record(layer, given[:, layer])
+        capturer.prepare(at)
+        capturer.flush()
+        found = table.gather(chosen, 0, 128)
+        assert found.missing == ()
+        assert (found.rows == given).all()
+        assert table.rows.reshape(-1)[-1] == given[63, -1, -1]
+        table.recycle(chosen[:1])
+        assert table.gather(chosen, 0, 128).missing == ((0, 64),)
+
+
+# --- its file
+
+
+CHILD = """
+import sys, numpy as np
+from rr_dataset.capture import SlotTable
+table = SlotTable.attach("shared", directory=sys.argv[1], wait_s=30)
+host = SlotTable.attach("shared-host", directory=sys.argv[1], wait_s=30)
+at = np.arange(8)
+if sys.argv[2] == "worker":
+    table.scatter(at, np.arange(8 * 6, dtype=np.uint8).reshape(8, 3, 2), table.marks(at))
+else:
+    table.move([0, 1], host, [2, 1])
+    table.reset()
+    host.move([2, 1], table, [5, 6])
+table.close()
+host.close()
+"""
+
+
+def child(directory: Path, role: str) -> None:
+    subprocess.run([sys.executable, "-c", CHILD, str(directory), role], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_three_processes_share_it(tmp_path: Path) -> None:
+    with (
+        SlotTable.create("shared", BLOCKS, BLOCK, 3, 2, directory=tmp_path) as table,
+        SlotTable.create("shared-host", 4, BLOCK, 3, 2, directory=tmp_path),
+    ):
+        child(tmp_path, "worker")
+        assert table.gather([0, 1], 0, 8).missing == ()
+        child(tmp_path, "cache manager")
+        assert table.gather([0, 1], 0, 8).missing == ((0, 8),)
+        assert (table.gather([5, 6], 0, 8).rows.ravel() == np.arange(48)).all()
+        assert table.path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_engine_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    code = f"""
+import os
+from rr_dataset.capture import SlotTable
+for name in ("same", "other"):
+    SlotTable.create(name, 2, 2, 1, 1, directory={str(tmp_path)!r}).rows[:] = 7
+os._exit(9)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1])
+    assert done.returncode == 9
+    assert len(list(tmp_path.iterdir())) == 2
+    with SlotTable.create("same", 4, 2, 1, 1, directory=tmp_path) as table:
+        assert [path.name for path in tmp_path.iterdir()] == [table.path.name]
+        assert not table.rows.any()
+
+
+def test_a_live_table_is_not_replaced(table: SlotTable, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="is the table of a running process"):
+        SlotTable.create("t", BLOCKS, BLOCK, 3, 2, directory=tmp_path)
+    with SlotTable.create("u", BLOCKS, BLOCK, 3, 2, directory=tmp_path):
+        assert table.path.exists()
+
+
+def test_a_forked_child_leaves_it(table: SlotTable) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
+        process = multiprocessing.get_context("fork").Process(target=table.close)
+        process.start()
+        process.join()
+    assert process.exitcode == 0
+    assert table.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({"name": "../x"}, "name='../x'"),
+        ({"name": ""}, "name=''"),
+        ({"num_blocks": 0}, "num_blocks=0"),
+        ({"layers": 2.0}, "layers=2.0"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+    ],
+)
+def test_bad_tables_are_refused(tmp_path: Path, how: dict[str, Any], text: str) -> None:
+    good: dict[str, Any] = {"name": "x", "num_blocks": 1, "block_size": 1, "layers": 1, "top_k": 1}
+    with pytest.raises(InvalidInputError, match=text):
+        SlotTable.create(**{**good, **how}, directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_room_says_how_much_it_takes(tmp_path: Path) -> None:
+    with pytest.raises(SpoolUnavailableError, match="bytes for the routing of"):
+        SlotTable.create("huge", 1 << 40, 64, 48, 8, directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_table_is_not_attached(tmp_path: Path, table: SlotTable) -> None:
+    with pytest.raises(InvalidInputError, match="No such file"):
+        SlotTable.attach("none", directory=tmp_path)
+    table.path.with_name(table.path.name.replace("-t", "-cut")).write_bytes(table.path.read_bytes()[:5000])
+    with pytest.raises(InvalidInputError, match="no table of version 0"):
+        SlotTable.attach("cut", directory=tmp_path)
+
+
+# --- a step
+
+
+@pytest.fixture(params=["numpy", "torch", "paddle"])
+def tensor(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """Makes a tensor of each framework."""
+    if request.param == "numpy":
+        return np.asarray
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it says when imported
+        module = pytest.importorskip(request.param)
+    return module.as_tensor if request.param == "torch" else module.to_tensor
+
+
+@pytest.mark.parametrize("num_experts", [200, 60_000])
+def test_steps_of_each_framework(tmp_path: Path, tensor: Callable[[Any], Any], num_experts: int) -> None:
+    spec = rr.RoutingSpec((3, 4, 7), num_experts, 2)
+    given = np.random.default_rng(0).integers(0, num_experts, (11, 3, 2))
+    blocks = [6, 1, 3]
+    with SlotTable.create("t", BLOCKS, BLOCK, 3, 2, spec.dtype, directory=tmp_path) as table:
+        capturer = StepCapturer(table, spec, 32, like=tensor(given))
+        assert framework_of(capturer._buffer.rows) == framework_of(tensor(given))
+        address = pointer(capturer)
+        for start, stop in ((0, 5), (5, 10), (10, 11)):
+            for i, layer in enumerate(spec.moe_layers):
+                capturer.record(layer, tensor(np.ascontiguousarray(given[start:stop, i])))
+            capturer.prepare(tensor(slots(blocks, start, stop)))
+        capturer.flush()
+        assert pointer(capturer) == address, "CUDA graphs need one address"
+        assert (table.gather(blocks, 0, 11).rows == given).all()
+
+
+def pointer(capturer: StepCapturer) -> int:
+    tensor = capturer._buffer.rows
+    return int(tensor.ctypes.data if isinstance(tensor, np.ndarray) else tensor.data_ptr())
+
+
+def test_a_flush_that_comes_late_twice_or_never(capturer: StepCapturer, table: SlotTable) -> None:
+    given = rows(0, 12)
+    for start in range(0, 12, 3):
+        record(capturer, given[start : start + 3])
+        capturer.prepare(slots([4, 2, 7], start, start + 3))
+    assert table.gather([4, 2, 7], 0, 12).missing == ((6, 12),)  # two steps are under way at most
+    assert capturer.flush(keep=1) == 1
+    assert table.gather([4, 2, 7], 0, 12).missing == ((9, 12),)
+    assert (capturer.flush(), capturer.flush()) == (1, 0)
+    found = table.gather([4, 2, 7], 0, 12)
+    assert found.missing == ()
+    assert (found.rows == given).all()
+
+
+def test_the_owner_of_a_row_is_that_of_the_launch(capturer: StepCapturer, table: SlotTable) -> None:
+    record(capturer, rows(0, 3))
+    capturer.prepare(slots([4], 0, 3))
+    table.recycle([4])
+    record(capturer, rows(1, 2))
+    capturer.prepare(slots([4], 0, 2))
+    capturer.flush()
+    found = table.gather([4], 0, 3)
+    assert found.missing == ((2, 3),)
+    assert (found.rows[:2] == rows(1, 2)).all()
+    assert (capturer.written, capturer.late) == (2, 3)
+
+
+def test_slots_on_a_device_have_the_generations_of_the_launch_too(
+    capturer: StepCapturer, table: SlotTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device in name only: what it sends arrives at the flush."""
+    monkeypatch.setattr("rr_dataset.capture.capturer.on_host", lambda value: False)
+    monkeypatch.setattr("rr_dataset.capture.capturer.send", lambda value: lambda: value)
+    table.set_weight_version("w1")
+    record(capturer, rows(0, 8))
+    capturer.prepare(slots([4, 5], 0, 8))
+    table.recycle([4])
+    table.set_weight_version("w2")
+    capturer.flush()
+    found = table.gather([4, 5], 0, 8)
+    assert (found.missing, found.weights) == (((0, 4),), ((4, 8, "w1"),))
+
+
+def test_a_rejected_draft_is_overwritten(capturer: StepCapturer, table: SlotTable) -> None:
+    given = rows(0, 5)
+    record(capturer, given[:4])
+    capturer.prepare(slots([1, 2], 0, 4))  # 2 of the prompt, the token sampled, a draft that is rejected
+    record(capturer, given[4:])
+    capturer.prepare(slots([1, 2], 3, 4))
+    capturer.flush()
+    assert (table.gather([1, 2], 0, 4).rows == given[[0, 1, 2, 4]]).all()
+
+
+def test_padded_rows_are_not_captured(capturer: StepCapturer, table: SlotTable) -> None:
+    given = rows(0, 6)
+    record(capturer, given)
+    capturer.prepare(np.array([-1, 5, 6, -1, 9, 0]), num_tokens=5)
+    capturer.flush()
+    assert table.gather([0, 1, 2], 0, 12).missing == ((0, 5), (7, 9), (10, 12))
+    assert (table.rows[[5, 6, 9]] == given[[1, 2, 4]]).all()
+
+
+def test_dummy_profile_and_pooling_runs_are_not_captured(capturer: StepCapturer, table: SlotTable) -> None:
+    record(capturer, rows(1, 32))  # a profile run, no step
+    capturer.skip()
+    capturer.prepare(np.array([], np.int64))
+    record(capturer, rows(0, 2))
+    capturer.prepare(slots([1], 0, 2))
+    record(capturer, rows(1, 32))  # between two steps
+    capturer.skip()
+    record(capturer, rows(2, 2))
+    capturer.prepare(slots([1], 2, 4))
+    capturer.flush()
+    assert (table.gather([1], 0, 4).rows == np.concatenate([rows(0, 2), rows(2, 2)])).all()
+    assert table.gather([0], 0, 4).missing == ((0, 4),)
+    assert capturer.written == 4
+
+
+def test_a_replayed_graph_records_without_being_seen(capturer: StepCapturer, table: SlotTable) -> None:
+    record(capturer, rows(0, 8))  # while the graph is captured
+    capturer.skip()
+    capturer._buffer.rows[:8] = rows(1, 8)  # what the replay does
+    capturer.prepare(slots([1, 2], 0, 8))
+    capturer.flush()
+    assert (table.gather([1, 2], 0, 8).rows == rows(1, 8)).all()
+
+
+def test_tensor_parallel_ranks_but_the_first_do_nothing(table: SlotTable) -> None:
+    rank_1 = StepCapturer(None, SPEC, 32)
+    record(rank_1, rows(0, 4))
+    rank_1.prepare(slots([1], 0, 4))
+    assert rank_1.flush() == 0
+    rank_1.discard()
+
+
+def test_gathered_ids_of_all_expert_ranks_are_cut(capturer: StepCapturer, table: SlotTable) -> None:
+    """TP x EP: 7 tokens over 4 ranks are gathered as 8."""
+    given = rows(0, 8)
+    record(capturer, given, num_tokens=7)
+    capturer.prepare(slots([1, 2], 0, 7))
+    record(capturer, rows(1, 40)[:, :, :])  # more than a step may have: what lies beyond is nobody's
+    capturer.prepare(slots([3, 4], 0, 7))
+    capturer.flush()
+    assert (table.gather([1, 2], 0, 7).rows == given[:7]).all()
+    assert (table.gather([3, 4], 0, 7).rows == rows(1, 40)[:7]).all()
+
+
+def test_a_layer_in_several_goes(capturer: StepCapturer, table: SlotTable) -> None:
+    given = rows(0, 6)
+    record(capturer, given[:4])
+    record(capturer, given[4:], start=4)
+    capturer.prepare(slots([1, 2], 0, 6))
+    capturer.flush()
+    assert (table.gather([1, 2], 0, 6).rows == given).all()
+
+
+def test_data_parallel_ranks_have_tables_of_their_own(tmp_path: Path) -> None:
+    tables = [SlotTable.create(f"engine.dp{rank}", BLOCKS, BLOCK, 3, 2, directory=tmp_path) for rank in range(2)]
+    for rank, table in enumerate(tables):
+        write(table, [1], 0, rows(rank, 4))
+    for rank, table in enumerate(tables):
+        assert (table.gather([1], 0, 4).rows == rows(rank, 4)).all()
+        table.close()
+
+
+def test_ids_that_were_not_gathered_do_not_let_old_rows_pass(capturer: StepCapturer, table: SlotTable) -> None:
+    """A rank's own 2 tokens of 4: rows 2 and 3 are those of the step before."""
+    record(capturer, rows(0, 4))
+    capturer.prepare(slots([1], 0, 4))
+    record(capturer, rows(1, 2))
+    with pytest.raises(InvalidRoutingError, match="a step of 4 tokens, of which 2 were recorded in every layer$"):
+        capturer.prepare(slots([1], 0, 4))
+    capturer.flush()
+    found = table.gather([1], 0, 4)
+    assert found.missing == ((2, 4),)
+    assert (found.rows[:2] == rows(1, 2)).all()
+
+
+def test_a_layer_that_was_not_recorded_does_not_let_old_rows_pass(capturer: StepCapturer, table: SlotTable) -> None:
+    record(capturer, rows(0, 4))
+    capturer.prepare(slots([1], 0, 4))
+    for layer in (3, 4, 61):  # 61 is a draft model's
+        capturer.record(layer, rows(1, 4)[:, 0])
+    with pytest.raises(
+        InvalidRoutingError, match="of which 0 were recorded in every layer; layers 7 had none: check indexed="
+    ):
+        capturer.prepare(slots([2], 0, 4))
+    capturer.flush()
+    assert table.gather([1, 2], 0, 8).missing == ((4, 8),)
+
+
+def test_layers_by_their_number_and_of_a_pipeline_stage(tmp_path: Path) -> None:
+    given = rows(0, 4)
+    with SlotTable.create("stage", BLOCKS, BLOCK, 2, 2, directory=tmp_path) as table:
+        stage = StepCapturer(table, SPEC, 32, layers=(4, 7), indexed="moe")
+        for number in range(3):
+            stage.record(number, given[:, number])
+        stage.prepare(slots([1], 0, 4))
+        stage.flush()
+        assert (table.gather([1], 0, 4).rows == given[:, 1:]).all()
+
+
+def test_debug_needs_positions(table: SlotTable) -> None:
+    capturer = StepCapturer(table, SPEC, 32, debug=True)
+    record(capturer, rows(0, 2))
+    with pytest.raises(InvalidInputError, match="needs positions="):
+        capturer.prepare(slots([1], 0, 2))
+    record(capturer, rows(0, 2))
+    capturer.prepare(slots([1], 2, 4), np.array([198, 2]))
+    capturer.flush()
+    expected = [[[1, 2], [2, 3], [5, 6]], [[5, 6], [6, 7], [9, 10]]]
+    assert table.gather([1], 2, 4).rows.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "how", [{"layers": [5]}, {"indexed": "all"}, {"max_tokens": 0}, {"spec": rr.RoutingSpec(range(3), 60_000, 2)}]
+)
+def test_bad_capturers_are_refused(table: SlotTable, how: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError):
+        StepCapturer(table, **{"spec": SPEC, "max_tokens": 32, **how})
+
+
+def test_bad_steps_are_refused(capturer: StepCapturer) -> None:
+    with pytest.raises(InvalidRoutingError, match=r"layer 3: topk_ids has shape \(4, 3\): expected \(tokens, 2\)"):
+        capturer.record(3, np.zeros((4, 3), int))
+    with pytest.raises(InvalidRoutingError, match="a list of builtins: expected a tensor"):
+        framework_of([1])
+    record(capturer, rows(0, 2))
+    with pytest.raises(InvalidRoutingError, match="expected whole numbers"):
+        capturer.prepare(np.array([0.5, 1]))
+    record(capturer, rows(0, 2))
+    with pytest.raises(InvalidRoutingError, match="slots 0 to 99"):
+        capturer.prepare([0, 99])
+
+
+# --- the watcher
+
+
+def test_the_watcher_recycles_what_a_request_feeds_first(table: SlotTable) -> None:
+    watcher = BlockWatcher(table, max_requests=3, max_blocks=4)
+    write(table, [1, 2], 0, rows(0, 8))  # cached: the prefix of what follows
+    write(table, [5, 6], 0, rows(1, 8))  # of somebody gone
+    blocks = np.full((3, 4), -1)
+    blocks[2, :4] = [1, 5, 6, 2]
+
+    def feed(start: int, stop: int) -> None:
+        at = np.arange(start, stop)
+        got = watcher.slots(blocks, np.full(len(at), 2), at)
+        assert (got == slots([1, 5, 6, 2], start, stop)).all()
+        table.scatter(got, rows(2, 16)[start:stop], table.marks(got))
+
+    feed(4, 7)
+    feed(7, 8)
+    assert (table.gather([1, 5], 0, 8).rows == np.concatenate([rows(0, 8)[:4], rows(2, 16)[4:8]])).all()
+    assert table.gather([6], 0, 4).missing == (), "not fed, so not touched"
+    feed(8, 10)
+    assert table.gather([6], 0, 4).missing == ((2, 4),)
+    watcher.forget(2)  # the next request of this row is given the same block
+    feed(4, 5)
+    assert table.gather([5], 0, 4).missing == ((1, 4),)
+    padded = watcher.slots(blocks, np.array([2, 0, 1]), np.array([4, -1, 3]))
+    assert padded.tolist() == [20, -1, -1]
+    with pytest.raises(InvalidRoutingError, match=r"rows 3 to 3, up to column 1, of a block table of \(3, 4\)"):
+        watcher.slots(blocks, np.array([3]), np.array([4]))
