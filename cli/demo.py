@@ -17,18 +17,40 @@ from rr_dataset.demo.replay import Replay
 from rr_dataset.demo.trainer import ReadReport, TrainerReport
 
 from . import output
+from .demo_model import demo_model
 from .options import Json
 
 
 def demo(
-    uri: Annotated[str, typer.Argument(metavar="URI", help="Where the dataset goes and stays")] = "demo-dataset",
+    uri: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="URI",
+            help="Where the dataset goes and stays",
+            show_default="demo-dataset, with --model demo-model-dataset",
+        ),
+    ] = None,
     rate: Annotated[
         float, typer.Option(min=0, metavar="N", help="Requests that finish per second; 0: without a pause")
     ] = 100.0,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the order in which requests finish")] = 0,
+    model: Annotated[
+        bool,
+        typer.Option("--model", help="Train a small MoE model and replay its routing; a minute or two, needs paddle"),
+    ] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --model: draw an SVG, needs matplotlib", show_default=False),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Replay 200 requests of real MoE routing as traffic, read them in another process, compare."""
+    if model:
+        demo_model(uri or "demo-model-dataset", seed, picture, as_json=as_json)
+        return
+    if picture:
+        raise typer.BadParameter("only --model has a picture", param_hint="--picture")
+    uri = uri or "demo-dataset"
     with Replay(uri, rate, seed) as replay:
         if as_json:
             engine, trainer = replay.engine(), replay.trainer()

@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError
+from rr_dataset.padding import RowKind
 from rr_dataset.record import RoutingSpec
 
+Array = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]
 
 
@@ -19,33 +21,34 @@ class Rows:
 
     ids: uint8, int16 or int32 [rows, top_k], the narrowest that holds an expert id and that every framework knows (paddle
         takes numpy's uint16 for bfloat16 and has no uint32).
-    recorded: bool [rows], which rows are replayed. counted: those of them that are no padding. None: all.
+    forced: bool [rows], which rows are replayed. counted: those of them that are no padding. None: all.
+    real: rows that are no padding. replayed: how many are counted.
     """
 
-    __slots__ = ("counted", "device", "ids", "recorded", "replayed")
+    __slots__ = ("counted", "device", "forced", "ids", "real", "replayed")
 
-    def __init__(self, ids: npt.NDArray[Any], recorded: Mask | None, real: Mask | None) -> None:
+    def __init__(self, ids: Array, kinds: npt.NDArray[np.uint8], forced: Mask) -> None:
+        counted = forced & (kinds == RowKind.REAL)
         self.ids = ids
-        self.recorded = recorded
-        self.counted = recorded if real is None else real if recorded is None else recorded & real
-        self.replayed = len(ids) if self.counted is None else int(np.count_nonzero(self.counted))
-        self.device: Any = None  # what the framework made of it, once
+        self.forced = None if forced.all() else forced
+        self.counted = None if counted.all() else counted
+        self.real = int(np.count_nonzero(kinds != RowKind.PADDING))
+        self.replayed = int(np.count_nonzero(counted))
+        self.device: Any = None  # what the framework made of the arrays, once
 
 
 class MicroBatch:
     """A ticket of one push: what `RoutingReplay.recompute` takes. Its memory is freed with the last reference.
 
-    number: counts pushes from 0. rows: tokens in it, padding included. real: without padding.
+    number: counts pushes from 0. layers: the rows of each layer that is hooked.
     """
 
-    def __init__(self, number: int, layers: dict[int, Rows], rows: int, real: int) -> None:
+    def __init__(self, number: int, layers: dict[int, Rows]) -> None:
         self.number = number
         self.layers = layers
-        self.rows = rows
-        self.real = real
 
     def __repr__(self) -> str:
-        return f"MicroBatch({self.number}: {self.rows} rows)"
+        return f"MicroBatch({self.number})"
 
 
 def micro_batch(
@@ -53,35 +56,29 @@ def micro_batch(
     number: int,
     wanted: Sequence[int],
     routing: Mapping[int, object] | object,
-    recorded: Mapping[int, object] | object | None,
-    padding: object | None,
+    mask: Mapping[int, object] | object | None,
     layers: Sequence[int] | None,
 ) -> MicroBatch:
     """Check and narrow what was pushed; only the layers in `wanted` are looked at. Raises InvalidRoutingError."""
     by_layer = _by_layer(spec, routing, layers)
-    missing = [layer for layer in wanted if layer not in by_layer]
-    if missing:
+    lacking = [layer for layer in wanted if layer not in by_layer]
+    if lacking:
         raise InvalidRoutingError(
-            f"layers {missing} of the model have no routing in this micro-batch, which has {sorted(by_layer)}: read all layers "
-            "of this rank, or mark rows that were not recorded with recorded="
+            f"layers {lacking} of the model have no routing in this micro-batch, which has {sorted(by_layer)}: read all layers of "
+            "this rank, and mask rows that were not recorded"
         )
     counts = {len(by_layer[layer]) for layer in wanted}
     if len(counts) != 1:
         raise InvalidRoutingError(f"layers differ in their number of rows: {sorted(counts)}")
     count = counts.pop()
-    real = None if padding is None else ~_mask("padding", padding, count)
-    masks = recorded if isinstance(recorded, Mapping) else dict.fromkeys(wanted, recorded)
-    rows = {}
-    for layer in wanted:
-        mask = masks.get(layer)
-        chosen, mask = _checked(spec, layer, by_layer[layer], None if mask is None else _mask("recorded", mask, count))
-        rows[layer] = Rows(chosen, mask, real)
-    return MicroBatch(number, rows, count, count if real is None else int(np.count_nonzero(real)))
+    order = tuple(by_layer)
+    rows = {layer: _rows(spec, layer, by_layer[layer], _kinds(mask, layer, order, count)) for layer in wanted}
+    return MicroBatch(number, rows)
 
 
 def _by_layer(
     spec: RoutingSpec, routing: Mapping[int, object] | object, layers: Sequence[int] | None
-) -> dict[int, npt.NDArray[Any]]:
+) -> dict[int, Array]:
     if isinstance(routing, Mapping):
         return {spec.check_layers([layer])[0]: _array(spec, layer, rows) for layer, rows in routing.items()}
     array = np.asarray(routing)
@@ -95,7 +92,7 @@ def _by_layer(
     return {layer: _array(spec, layer, flat[:, i]) for i, layer in enumerate(chosen)}
 
 
-def _array(spec: RoutingSpec, layer: int, rows: object) -> npt.NDArray[Any]:
+def _array(spec: RoutingSpec, layer: int, rows: object) -> Array:
     array = np.asarray(rows)
     if array.dtype.kind not in "iu" or array.ndim < 2 or array.shape[-1] != spec.top_k:
         raise InvalidRoutingError(
@@ -104,42 +101,43 @@ def _array(spec: RoutingSpec, layer: int, rows: object) -> npt.NDArray[Any]:
     return array.reshape(-1, spec.top_k)
 
 
-def _mask(name: str, mask: object, count: int) -> Mask:
+def _kinds(
+    mask: Mapping[int, object] | object | None, layer: int, order: Sequence[int], count: int
+) -> npt.NDArray[np.uint8]:
+    """What each row of a layer is."""
+    if isinstance(mask, Mapping):
+        mask = mask.get(layer)
+    if mask is None:
+        return np.full(count, RowKind.REAL, np.uint8)
     array = np.asarray(mask)
-    if array.dtype != np.bool_ or array.size != count:
+    if array.dtype not in (np.bool_, np.uint8) or array.size not in (count, count * len(order)):
         raise InvalidInputError(
-            f"{name} is {array.dtype} {list(array.shape)}: expected bool, one for each of {count} rows"
+            f"mask is {array.dtype} {list(array.shape)}: expected bool or uint8 kinds of rows, one for each of {count} rows, or for "
+            f"each row and {len(order)} layers"
         )
-    return array.reshape(-1)
+    kinds = array.reshape(count, -1)
+    kinds = kinds[:, order.index(layer) if kinds.shape[1] > 1 else 0]
+    return np.where(kinds, RowKind.REAL, RowKind.MISSING).astype(np.uint8) if kinds.dtype == np.bool_ else kinds
 
 
-def _checked(
-    spec: RoutingSpec, layer: int, ids: npt.NDArray[Any], recorded: Mask | None
-) -> tuple[npt.NDArray[Any], Mask | None]:
-    """Narrow ids, zero where not recorded, and the mask of rows that are recorded."""
-    if ids.dtype.kind == "i" and ids.size and ids.min() < 0:  # a marker of rows that are missing
-        there: Mask = np.asarray((ids >= 0).all(axis=-1))
-        recorded = there if recorded is None else recorded & there
-    if recorded is not None:
-        if recorded.all():
-            recorded = None
-        else:
-            ids = np.where(recorded[:, None], ids, 0)
-    if ids.size and (top := int(ids.max())) >= spec.num_experts:
-        row = int(np.argmax((ids >= spec.num_experts).any(axis=-1)))
-        raise InvalidRoutingError(f"layer {layer}, row {row}: expert {top} of {spec.num_experts}")
-    narrow = ids.astype(_narrowest(spec.num_experts), copy=False)
+def _rows(spec: RoutingSpec, layer: int, ids: Array, kinds: npt.NDArray[np.uint8]) -> Rows:
+    inside: Mask = np.asarray((ids < spec.num_experts).all(axis=-1))
+    if ids.dtype.kind == "i":  # a negative id marks a row that is missing
+        there = (ids >= 0).all(axis=-1)
+        kinds = np.where(there | (kinds == RowKind.PADDING), kinds, RowKind.MISSING).astype(np.uint8)
+        inside &= there
+    narrow = np.ascontiguousarray(np.where(inside[:, None], ids, 0), _narrowest(spec.num_experts))
     ordered = np.sort(narrow, axis=-1)
-    twice = (ordered[:, 1:] == ordered[:, :-1]).any(axis=-1)
-    if recorded is not None:
-        twice &= recorded
-    if twice.any():
-        row = int(np.argmax(twice))
+    usable: Mask = inside & (ordered[:, 1:] != ordered[:, :-1]).all(axis=-1)
+    wrong = ~usable & (kinds == RowKind.REAL)
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        what = "names an expert twice" if inside[row] else f"names an expert beyond the {spec.num_experts} there are"
         raise InvalidRoutingError(
-            f"layer {layer}, row {row}: {ids[row].tolist()} names an expert twice. Rows of a marker (zeros, 255) are not "
-            "recorded: mask them with recorded="
+            f"layer {layer}, row {row}: {ids[row].tolist()} {what}. A row that only holds a marker (zeros, 255) was not recorded: "
+            "mask it"
         )
-    return np.ascontiguousarray(narrow), recorded
+    return Rows(narrow, kinds, usable & (kinds != RowKind.MISSING))
 
 
 def _narrowest(num_experts: int) -> type[np.integer[Any]]:

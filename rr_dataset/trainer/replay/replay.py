@@ -31,8 +31,8 @@ class Framework(Protocol):
     def load(self, array: npt.NDArray[Any], live: Any) -> Any:
         """A tensor of the same dtype and shape on the device of `live`."""
 
-    def merge(self, live: Any, ids: Any, recorded: Any | None) -> Any:
-        """`ids` where recorded ([rows], None: everywhere), else `live`; in the dtype of `live`."""
+    def merge(self, live: Any, ids: Any, forced: Any | None) -> Any:
+        """`ids` where forced ([rows], None: everywhere), else `live`; in the dtype of `live`."""
 
     def count_equal(self, live: Any, ids: Any, counted: Any | None) -> Any:
         """How many ids of the counted rows the live router chose too: a scalar that stays on the device."""
@@ -62,7 +62,7 @@ class RoutingReplay:
         replay = RoutingReplay(spec)
         with replay.attach(model):
             for batch in micro_batches:
-                replay.push(batch.routing, recorded=batch.recorded)
+                replay.push(batch.routed_experts, batch.mask, batch.layers)
                 loss = model(batch.token_ids); loss.backward()
             replay.check_consumed()
             log(replay.metrics())
@@ -112,9 +112,7 @@ class RoutingReplay:
     def push(
         self,
         routing: Mapping[int, object] | object,
-        *,
-        recorded: Mapping[int, object] | object | None = None,
-        padding: object | None = None,
+        mask: Mapping[int, object] | object | None = None,
         layers: Sequence[int] | None = None,
     ) -> MicroBatch:
         """Queue the routing of the next micro-batch, before its forward.
@@ -122,16 +120,16 @@ class RoutingReplay:
         routing: {layer id: integers [rows, top_k]} or one array [batch, tokens, layers, top_k] or [rows, layers, top_k], in
             host memory. Rows are the model's flattened tokens, [batch * tokens] row-major, of what this rank's router sees.
             Layers that this model lacks (another pipeline stage's) are ignored.
-        recorded: bool, one a row (or one such mask a layer): False rows are left to the live router. Rows with a negative id
-            are never recorded.
-        padding: bool, one a row: rows that coverage does not count. They are replayed where `recorded` says so (collated
-            padding is spread over the experts), else routed live.
+        mask: what each row is: uint8 of `RowKind` (the mask or masks of `collate`), or bool, true where recorded. One a row, one
+            a row and layer, or {layer id: one a row}. None: all are real. Rows that are missing, and rows with a negative id,
+            are left to the live router. Padding counts nowhere; it takes the ids that stand there, if they are distinct
+            experts ("spread"), else those of the live router.
         layers: which layers the array has; those of the spec by default.
 
-        Raises InvalidRoutingError for a wrong shape or dtype, an unknown expert, one that a row names twice.
+        Raises InvalidRoutingError for a wrong shape or dtype, or a real row with an unknown expert or one named twice.
         """
         self._attached()
-        batch = micro_batch(self.spec, self._pushed, self._schedule.layers, routing, recorded, padding, layers)
+        batch = micro_batch(self.spec, self._pushed, self._schedule.layers, routing, mask, layers)
         self._pushed += 1
         self._unchecked = True
         self._schedule.queue(batch)
@@ -152,17 +150,17 @@ class RoutingReplay:
                 "are batch * tokens with padding, and with sequence or context parallelism this rank's part of them"
             )
         if rows.device is None:
-            arrays = (rows.ids, rows.recorded, rows.counted)
+            arrays = (rows.ids, rows.forced, rows.counted)
             rows.device = [None if array is None else framework.load(array, live) for array in arrays]
-        ids, recorded, counted = rows.device
+        ids, forced, counted = rows.device
         if not again:
-            self._rows += batch.real
+            self._rows += rows.real
             self._replayed += rows.replayed
             self._replayed_since_check += rows.replayed
             self._compared[layer] = self._compared.get(layer, 0) + rows.replayed * self.spec.top_k
             if self._measure:
                 self._equal[layer] = self._equal.get(layer, 0) + framework.count_equal(live, ids, counted)
-        return framework.merge(live, ids, recorded)
+        return framework.merge(live, ids, forced)
 
     @contextmanager
     def recompute(self, batch: MicroBatch) -> Iterator[None]:

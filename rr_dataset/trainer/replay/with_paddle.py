@@ -45,9 +45,9 @@ class _Paddle:
     def load(self, array: npt.NDArray[Any], live: Any) -> Any:
         return paddle.to_tensor(array, place=live.place)
 
-    def merge(self, live: Any, ids: Any, recorded: Any | None) -> Any:
+    def merge(self, live: Any, ids: Any, forced: Any | None) -> Any:
         ids = ids.astype(live.dtype)
-        return ids if recorded is None else paddle.where(recorded.unsqueeze(-1), ids, live)
+        return ids if forced is None else paddle.where(forced.unsqueeze(-1), ids, live)
 
     def count_equal(self, live: Any, ids: Any, counted: Any | None) -> Any:
         with paddle.no_grad():

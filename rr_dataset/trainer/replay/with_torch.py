@@ -33,9 +33,9 @@ class _Torch:
     def load(self, array: npt.NDArray[Any], live: Any) -> Any:
         return torch.from_numpy(array).to(live.device, non_blocking=True)
 
-    def merge(self, live: Any, ids: Any, recorded: Any | None) -> Any:
+    def merge(self, live: Any, ids: Any, forced: Any | None) -> Any:
         ids = ids.to(live.dtype)
-        return ids if recorded is None else torch.where(recorded[:, None], ids, live)
+        return ids if forced is None else torch.where(forced[:, None], ids, live)
 
     def count_equal(self, live: Any, ids: Any, counted: Any | None) -> Any:
         equal = (live.detach()[:, :, None] == ids[:, None, :]).sum(dim=(1, 2))
