@@ -52,7 +52,7 @@ FaultKind = Literal["status", "delay", "reset_before", "reset_after", "half"]
 class Fault:
     """What happens to requests that match: a number of times, after a number of them went through.
 
-    kind: "status": answered with `status` and `code`, never forwarded. "delay": forwarded `delay_s` later.
+    kind: "status": answered with `status` and `code` or `body`, never forwarded. "delay": forwarded `delay_s` later.
     "reset_before": the connection is reset, nothing forwarded. "reset_after": reset after the server has done it.
     "half": half of the answer's body, then the connection is reset.
     """
@@ -64,6 +64,7 @@ class Fault:
     after: int = 0
     status: int = 500
     code: str = "InternalError"
+    body: bytes = b""
     delay_s: float = 0.0
     hits: int = 0
 
@@ -163,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
             text = (
                 f"<?xml version='1.0'?><Error><Code>{fault.code}</Code><Message>A fault of the test.</Message></Error>"
             )
-            status, headers, answer = fault.status, [("Content-Type", "application/xml")], text.encode()
+            status, headers, answer = fault.status, [("Content-Type", "application/xml")], fault.body or text.encode()
         if fault is not None and fault.kind in ("reset_before", "reset_after"):
             self._log(0, body, b"")
             self._reset()

@@ -18,6 +18,7 @@ class Kind(enum.Enum):
     """What went wrong with a request: its errno, and the way out."""
 
     MISSING = (errno.ENOENT, "no such object")
+    NO_UPLOAD = (errno.EIO, "the upload was aborted by someone else")
     CHANGED = (errno.ESTALE, "the object was replaced after it was listed")
     SHORT = (errno.EIO, "the object ends before the bytes that were asked for")
     CONFLICT = (errno.EAGAIN, "another request for the same name was under way")
@@ -58,12 +59,14 @@ class Kind(enum.Enum):
         return self.value[1]
 
 
-PASSING = frozenset((Kind.CONFLICT, Kind.UNREACHABLE, Kind.TIMEOUT, Kind.SLOW_DOWN, Kind.SERVER))  # may go by itself
-AMBIGUOUS = frozenset((Kind.UNREACHABLE, Kind.TIMEOUT, Kind.SERVER))  # a create may have happened
+PASSING = frozenset(
+    (Kind.CONFLICT, Kind.NO_UPLOAD, Kind.UNREACHABLE, Kind.TIMEOUT, Kind.SLOW_DOWN, Kind.SERVER)
+)  # may go by itself
+AMBIGUOUS = frozenset((Kind.NO_UPLOAD, Kind.UNREACHABLE, Kind.TIMEOUT, Kind.SERVER))  # a create may have happened
 # Codes of S3, and what other stores answer for the same.
 _CODES = {
     "NoSuchKey": Kind.MISSING,
-    "NoSuchUpload": Kind.SERVER,  # lost between its parts
+    "NoSuchUpload": Kind.NO_UPLOAD,
     "PreconditionFailed": Kind.CHANGED,
     "InvalidRange": Kind.SHORT,
     "ConditionalRequestConflict": Kind.CONFLICT,
@@ -131,6 +134,14 @@ class Found(NamedTuple):
     etag: str
 
 
+class Upload(NamedTuple):
+    """An unfinished multipart upload."""
+
+    key: str
+    id: str
+    begun_s: float
+
+
 class Part(NamedTuple):
     """Bytes of an object from an offset on, and what the object is."""
 
@@ -163,6 +174,12 @@ class Client(Protocol):
 
     async def delete(self, keys: Sequence[str]) -> Sequence[str]:
         """Delete at most DELETE_KEYS objects; the keys of which it is not sure. Those that are missing are no error."""
+
+    async def uploads(self, prefix: str) -> Sequence[Upload]:
+        """Multipart uploads to keys with the prefix that are neither completed nor aborted."""
+
+    async def abort(self, upload: Upload) -> None:
+        """Drop what was uploaded; no error if that is done already."""
 
 
 DELETE_KEYS = 1000  # S3's limit for one request

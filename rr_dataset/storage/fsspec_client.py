@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import fsspec
 
 from rr_dataset.errors import InvalidInputError
-from rr_dataset.storage.client import Found, Kind, Listing, Part, RequestFailed
+from rr_dataset.storage.client import Found, Kind, Listing, Part, RequestFailed, Upload
 
 _T = TypeVar("_T")
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
@@ -74,6 +74,13 @@ class FsspecClient:
                 if failed.kind is not Kind.MISSING:
                     raise
         return ()
+
+    async def uploads(self, prefix: str) -> Sequence[Upload]:  # noqa: ARG002 -- no file system tells
+        """None that it knows of."""
+        return ()
+
+    async def abort(self, upload: Upload) -> None:
+        """There is none."""
 
     async def _call(self, method: Callable[..., _T], *arguments: Any, **options: Any) -> _T:
         try:

@@ -12,7 +12,7 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from rr_dataset.storage.aws import account
-from rr_dataset.storage.client import ANSWER_S, Client, Found, Kind, Listing, Part, RequestFailed
+from rr_dataset.storage.client import ANSWER_S, Client, Found, Kind, Listing, Part, RequestFailed, Upload
 from rr_dataset.storage.connect import S3Options
 from rr_dataset.storage.s3fs_client import SINGLE_BYTES, S3fsClient
 
@@ -45,7 +45,7 @@ class _Errors:
 
 
 class ObstoreClient:
-    """See `Client`. Objects above SINGLE_BYTES go up in parts through s3fs: obstore completes an upload only without a condition."""
+    """See `Client`. Multipart uploads go through s3fs: obstore completes them only without a condition."""
 
     def __init__(self, bucket: str, options: S3Options) -> None:
         at = account(options)
@@ -67,14 +67,13 @@ class ObstoreClient:
             retry_config={"max_retries": 0},
             **signing,
         )
-        self._make_large: Callable[[], Client] = lambda: S3fsClient(bucket, options)
-        self._large: Client | None = None
+        self._make_s3fs: Callable[[], Client] = lambda: S3fsClient(bucket, options)
+        self._s3fs: Client | None = None
 
     async def put_new(self, key: str, data: Sequence[memoryview], size: int) -> bool:
         """One PUT, or parts side by side."""
         if size > SINGLE_BYTES:
-            self._large = self._large or self._make_large()
-            return await self._large.put_new(key, data, size)
+            return await self._parts().put_new(key, data, size)
         try:
             with _Errors():
                 await obstore.put_async(self._store, key, b"".join(data), mode="create", use_multipart=False)
@@ -118,6 +117,18 @@ class ObstoreClient:
                 return keys
             raise
         return ()
+
+    async def uploads(self, prefix: str) -> Sequence[Upload]:
+        """Through s3fs."""
+        return await self._parts().uploads(prefix)
+
+    async def abort(self, upload: Upload) -> None:
+        """Through s3fs."""
+        await self._parts().abort(upload)
+
+    def _parts(self) -> Client:
+        self._s3fs = self._s3fs or self._make_s3fs()
+        return self._s3fs
 
 
 def _found(meta: Any) -> Found:

@@ -15,11 +15,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
+from urllib.parse import quote, unquote
 
 from fsspec.asyn import get_loop
 
 from rr_dataset.errors import CorruptShardError, InvalidInputError, StorageError
-from rr_dataset.layout import MARGIN_S
+from rr_dataset.layout import MARGIN_S, STAGING_DIR
 from rr_dataset.storage.base import Buffer, Entries, Entry, Names
 from rr_dataset.storage.client import (
     AMBIGUOUS,
@@ -34,6 +35,7 @@ from rr_dataset.storage.client import (
     Listing,
     Part,
     RequestFailed,
+    Upload,
     storage_error,
 )
 from rr_dataset.storage.connect import connect
@@ -44,9 +46,11 @@ TRIES = 3  # of one request; who publishes or reads tries again above
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 1.0  # before the second, twice as long before each further one, give or take a half
 CONFLICT_TRIES = 8  # creators of one name get in each other's way for a moment
 CREATE_S = MARGIN_S / 2  # no create may take as long as the margin
+LOOK_BYTES = 16 << 20  # a name that is taken is found before so much is sent
 PIECE_BYTES = 8 << 20  # a longer range is read as several side by side
 MAX_GAP_BYTES = 256 << 10
 _NO_SUCH_PARTS = frozenset(("", ".", ".."))
+_UPLOADS_DIR = f"{STAGING_DIR}/uploads"  # unfinished multipart uploads, shown there to who collects garbage
 _FOLDER_MARK = "_$folder$"  # of Hadoop
 
 
@@ -82,13 +86,16 @@ class RemoteStorage:
 
     def list(self, path: str) -> Entries:
         """As the store has it now: one request per thousand names."""
+        if path == _UPLOADS_DIR:
+            return self._uploads()
         found, _ = self._listed(path)
         return [Entry(each.key.rpartition("/")[2], each.size, each.mtime_s, each.etag) for each in found]
 
     def list_dirs(self, path: str) -> Names:
         """What stands between the prefix and the next slash."""
         _, prefixes = self._listed(path)
-        return [prefix.rpartition("/")[2] for prefix in prefixes]
+        names = [prefix.rpartition("/")[2] for prefix in prefixes]
+        return [*names, _UPLOADS_DIR.rpartition("/")[2]] if path == STAGING_DIR else names
 
     def list_others(self, path: str) -> Names:
         """There is nothing else."""
@@ -127,7 +134,10 @@ class RemoteStorage:
 
     def delete(self, paths: Iterable[str]) -> None:
         """A request per thousand objects. What was not clearly deleted is tried again, then looked at."""
-        keys = [self._key(path) for path in paths]
+        paths = list(paths)
+        if uploads := {path for path in paths if path.startswith(f"{_UPLOADS_DIR}/")}:
+            self._abort(sorted(uploads))
+        keys = [self._key(path) for path in paths if path not in uploads]
         batches = [keys[at : at + DELETE_KEYS] for at in range(0, len(keys), DELETE_KEYS)]
         left = [
             key for some in self._run("", self._gathered([self._delete(batch) for batch in batches])) for key in some
@@ -151,6 +161,21 @@ class RemoteStorage:
 
         self._run(path, self._gathered([one(number, *piece) for number, piece in enumerate(pieces)]))
 
+    def _uploads(self) -> Entries:
+        uploads = self._run(_UPLOADS_DIR, self._tried(lambda client: client.uploads(self._base)))
+        return [Entry(_upload_name(each.key.removeprefix(self._base), each.id), 0, each.begun_s) for each in uploads]
+
+    def _abort(self, paths: Sequence[str]) -> None:
+        uploads = []
+        for path in paths:
+            key, _, upload = path.rpartition("/")[2].partition("+")
+            uploads.append(Upload(self._key(unquote(key)), unquote(upload), 0.0))
+
+        async def abort(upload: Upload) -> None:
+            await self._tried(lambda client: client.abort(upload))
+
+        self._run(_UPLOADS_DIR, self._gathered([abort(upload) for upload in uploads]))
+
     def _listed(self, path: str) -> Listing:
         prefix = self._key(path, root=True)
         prefix = f"{prefix}/" if prefix else ""
@@ -161,6 +186,8 @@ class RemoteStorage:
 
     async def _create(self, key: str, data: Sequence[memoryview]) -> bool:
         size = sum([view.nbytes for view in data])
+        if size > LOOK_BYTES and await self._look(key) is not None:
+            return False
         unclear = False
         for attempt in range(CONFLICT_TRIES):
             try:
@@ -350,6 +377,10 @@ class RemoteSource:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         pass
+
+
+def _upload_name(path: str, upload: str) -> str:
+    return f"{quote(path, safe='')}+{quote(upload, safe='')}"
 
 
 def _cut(start: int, buffers: Sequence[memoryview]) -> list[tuple[int, list[memoryview]]]:

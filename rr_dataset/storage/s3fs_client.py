@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -21,6 +22,7 @@ from rr_dataset.storage.client import (
     Listing,
     Part,
     RequestFailed,
+    Upload,
 )
 from rr_dataset.storage.connect import S3Options
 
@@ -135,6 +137,31 @@ class S3fsClient:
                 raise known
         return [each["Key"] for each in failed]
 
+    async def uploads(self, prefix: str) -> Sequence[Upload]:
+        """A request per thousand."""
+        s3 = await self._s3()
+        found: list[Upload] = []
+        after: dict[str, str] = {}
+        while True:
+            with _Errors():
+                answer = await s3.list_multipart_uploads(Bucket=self._bucket, Prefix=prefix, **after)
+            found += [
+                Upload(each["Key"], each["UploadId"], each["Initiated"].timestamp())
+                for each in answer.get("Uploads", ())
+            ]
+            if not answer.get("IsTruncated"):
+                return found
+            after = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
+
+    async def abort(self, upload: Upload) -> None:
+        """One DELETE."""
+        try:
+            with _Errors():
+                await (await self._s3()).abort_multipart_upload(Bucket=self._bucket, Key=upload.key, UploadId=upload.id)
+        except RequestFailed as failed:
+            if failed.kind is not Kind.NO_UPLOAD:
+                raise
+
     async def _put_parts(self, key: str, data: Sequence[memoryview], size: int) -> None:
         s3 = await self._s3()
         part_bytes = max(PART_BYTES, -(-size // MAX_PARTS))
@@ -157,8 +184,8 @@ class S3fsClient:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            with _Errors():
-                await s3.abort_multipart_upload(**names)
+            with suppress(RequestFailed):  # `uploads` shows it
+                await self.abort(Upload(key, upload, 0.0))
             raise
 
     async def _put_part(self, s3: Any, request: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,542 @@
+"""The remote store: what each call asks of the server, what it makes of faults, and where clients come from."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from counting_proxy import CountingProxy, Fault
+from s3_medium import S3Medium
+from weed import READER, REGION, Place, S3Server
+
+from rr_dataset.errors import CorruptShardError, InvalidInputError, ObjectNotFoundError, StorageError
+from rr_dataset.layout import STAGING_DIR
+from rr_dataset.storage import Entry, Storage, obstore_client, open_storage, remote, s3fs_client
+
+ROOT = Path(__file__).parents[1]
+WRITER = "00112233aabbccdd"
+CLIENTS = ("obstore", "s3fs")
+
+
+@pytest.fixture(params=CLIENTS)
+def medium(s3: Place, request: pytest.FixtureRequest) -> S3Medium:
+    return S3Medium(s3, request.param)
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server) -> Iterator[CountingProxy]:
+    with CountingProxy.before(s3_server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def storage(medium: S3Medium, proxy: CountingProxy) -> Storage:
+    return open_storage(medium.uri, {**medium.options, "endpoint_url": proxy.endpoint})
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
+    size = 5 << 20
+    for module in (s3fs_client, obstore_client):
+        monkeypatch.setattr(module, "SINGLE_BYTES", size)
+    monkeypatch.setattr(s3fs_client, "PART_BYTES", size)
+    return size
+
+
+@pytest.fixture
+def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (remote, s3fs_client, obstore_client):
+        monkeypatch.setattr(module, "ANSWER_S", 1.0)
+
+
+# What a call costs
+
+
+def test_requests_of_each_call(storage: Storage, medium: S3Medium, proxy: CountingProxy) -> None:
+    def asks(**expected: int) -> None:
+        assert proxy.counts() == expected
+        proxy.forget()
+
+    storage.create("a/1", b"x" * 100_000, staging=WRITER)
+    asks(PUT=1)
+    storage.create("a/1", b"y", staging=WRITER)
+    asks(PUT=1)
+    (entry,) = storage.list("a")
+    asks(GET=1)
+    storage.list_dirs("")
+    asks(GET=1)
+    source = storage.open("a/1", entry)
+    storage.sync_dirs(["a"])
+    storage.remove_empty_dirs("a")
+    storage.list_others("a")
+    storage.changed_ns("a")
+    asks()
+    source.tail(65536)
+    asks(GET=1)
+    source.read_runs([(at, [memoryview(bytearray(100))]) for at in (0, 20_000, 90_000)])
+    asks(GET=3)
+    storage.open("a/1")
+    asks(HEAD=1)
+    storage.read_bytes("a/1")
+    asks(GET=1)
+    storage.delete(["a/1", "a/2"])
+    asks(POST=1)
+
+
+def test_only_the_bytes_asked_for_cross_the_wire(storage: Storage, medium: S3Medium, proxy: CountingProxy) -> None:
+    data = os.urandom(3 << 20)
+    medium.put("o", data)
+    source = storage.open("o", storage.list("")[0])
+    proxy.forget()
+    wanted = [(at, bytearray(50_000)) for at in range(0, len(data) - 50_000, 500_000)]
+    source.read_runs([(at, [memoryview(buffer)]) for at, buffer in wanted])
+    assert all(buffer == data[at : at + len(buffer)] for at, buffer in wanted)
+    assert sum(each.received for each in proxy.requests()) == sum(len(buffer) for _, buffer in wanted)
+
+
+def test_a_long_run_is_read_in_pieces(
+    storage: Storage, medium: S3Medium, proxy: CountingProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "PIECE_BYTES", 1000)
+    medium.put("o", data := os.urandom(7000))
+    buffers = [bytearray(size) for size in (10, 0, 2500, 1, 1489)]
+    storage.open("o").read_runs([(500, [memoryview(buffer) for buffer in buffers])])
+    assert b"".join(buffers) == data[500:4500]
+    assert proxy.counts() == {"HEAD": 1, "GET": 4}
+
+
+def test_a_listing_is_asked_for_in_pages_and_never_kept(
+    storage: Storage, medium: S3Medium, proxy: CountingProxy
+) -> None:
+    for number in range(3):
+        storage.create(f"data_id={number}/1.arrow", b"", staging=WRITER)
+        assert len(storage.list_dirs("")) == number + 1
+    medium.drop("data_id=0/1.arrow")
+    assert sorted(storage.list_dirs("")) == ["data_id=1", "data_id=2"]
+
+
+def test_markers_of_others_are_no_objects(storage: Storage, medium: S3Medium) -> None:
+    for key in ("", "a/", "a/b/", "a/c_$folder$"):
+        medium.put(key, b"")
+    medium.put("a/o")
+    assert [entry.name for entry in storage.list("a")] == ["o"]
+    assert storage.list("a/b") == []
+    assert storage.list("") == []
+    assert storage.list_dirs("") == ["a"]
+
+
+# Faults
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("reset_before"),
+        Fault("reset_after"),
+        Fault("half"),
+        Fault("status", status=500),
+        Fault("status", status=503, code="SlowDown"),
+        Fault("status", status=409, code="ConditionalRequestConflict"),
+        Fault("status", status=502, body=b"<html>"),
+    ],
+    ids=lambda fault: f"{fault.kind}-{fault.status}",
+)
+def test_a_fault_that_passes_is_not_seen(
+    storage: Storage, medium: S3Medium, proxy: CountingProxy, fault: Fault
+) -> None:
+    medium.put("a/1", b"0123456789")
+    (entry,) = storage.list("a")
+    buffer = bytearray(4)
+
+    def runs() -> bytes:
+        storage.open("a/1", entry).read_runs([(2, [memoryview(buffer)])])
+        return bytes(buffer)
+
+    for method, call, expected in (
+        ("GET", lambda: storage.list("a"), [entry]),
+        ("GET", lambda: storage.list_dirs(""), ["a"]),
+        ("GET", lambda: storage.open("a/1", entry).tail(3), b"789"),
+        ("GET", runs, b"2345"),
+        ("GET", lambda: storage.read_bytes("a/1"), b"0123456789"),
+        ("HEAD", lambda: storage.open("a/1").size, 10),
+        ("PUT", lambda: storage.create("b/1", b"abc", staging=WRITER) in (True, False), True),
+        ("POST", lambda: storage.delete(["a/1"]), None),
+    ):
+        fault.method, fault.hits = method, 0
+        proxy.add(fault)
+        assert call() == expected
+        assert fault.hits == 1
+        proxy.heal()
+    assert medium.get("b/1") == b"abc"
+    assert medium.objects() == {"b/1"}
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "says"),
+    [
+        (500, "InternalError", "failed"),
+        (503, "SlowDown", "fewer requests"),
+        (409, "ConditionalRequestConflict", "another request"),
+        (403, "AccessDenied", "s3:PutObject"),
+        (403, "InvalidAccessKeyId", "AWS_ACCESS_KEY_ID"),
+        (403, "SignatureDoesNotMatch", "AWS_SECRET_ACCESS_KEY"),
+        (403, "RequestTimeTooSkewed", "clock"),
+        (400, "ExpiredToken", "AWS_SESSION_TOKEN"),
+        (404, "NoSuchBucket", "bucket"),
+        (400, "InvalidRequest", "refused"),
+    ],
+)
+def test_a_fault_that_stays_is_said(
+    storage: Storage,
+    medium: S3Medium,
+    proxy: CountingProxy,
+    status: int,
+    code: str,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+    medium.put("a/1", b"0123456789")
+    (entry,) = storage.list("a")
+    proxy.add(Fault("status", status=status, code=code, times=10_000))
+    for call in (
+        lambda: storage.create("a/2", b"abc", staging=WRITER),
+        lambda: storage.list("a"),
+        lambda: storage.open("a/1", entry).tail(3),
+        lambda: storage.read_bytes("a/1"),
+        lambda: storage.delete(["a/1"]),
+    ):
+        proxy.forget()
+        with pytest.raises(StorageError, match=says) as caught:
+            call()
+        assert not isinstance(caught.value, ObjectNotFoundError)
+        assert caught.value.filename.startswith(medium.uri)
+        assert str(status) in str(caught.value)
+        assert caught.value.__cause__ is not None
+        assert len(proxy.requests()) <= 4 * remote.TRIES
+
+
+def test_a_create_without_an_answer_is_settled_by_looking(
+    storage: Storage, medium: S3Medium, proxy: CountingProxy, in_a_hurry: None
+) -> None:
+    storage.list("")
+    proxy.add(Fault("delay", method="PUT", delay_s=2.5, times=1))
+    assert storage.create("o", b"abc", staging=WRITER) in (True, False)
+    assert medium.get("o") == b"abc"
+
+
+def test_a_server_that_never_answers_ends_in_time(storage: Storage, proxy: CountingProxy, in_a_hurry: None) -> None:
+    proxy.add(Fault("delay", delay_s=4, times=1000))
+    for call in (lambda: storage.create("o", b"abc", staging=WRITER), lambda: storage.open("o")):
+        with pytest.raises(StorageError, match="in time") as caught:
+            call()
+        assert isinstance(caught.value, OSError)
+
+
+def test_a_create_that_lost_its_answer_has_made_it(storage: Storage, medium: S3Medium, proxy: CountingProxy) -> None:
+    fault = proxy.add(Fault("status", method="PUT", status=500, after=0))
+    medium.put("o", b"other")
+    assert storage.create("o", b"abc", staging=WRITER) is False
+    assert fault.hits == 1
+    assert medium.get("o") == b"other"
+
+
+def test_what_was_replaced_or_deleted_is_not_read(storage: Storage, medium: S3Medium) -> None:
+    medium.put("o", b"0123456789")
+    source = storage.open("o")
+    medium.put("o", b"9876543210")
+    with pytest.raises(ObjectNotFoundError, match="replaced"):
+        source.tail(3)
+    medium.drop("o")
+    with pytest.raises(ObjectNotFoundError, match="no such object"):
+        source.read(0, 3)
+
+
+def test_an_object_shorter_than_its_listing_is_cut(storage: Storage, medium: S3Medium) -> None:
+    medium.put("o", b"0123456789")
+    source = storage.open("o", Entry("o", 100, 0.0))
+    for offset, length in ((5, 10), (50, 10)):
+        with pytest.raises((CorruptShardError, StorageError), match="ends"):
+            source.read(offset, length)
+
+
+# Deleting
+
+
+def test_thousands_are_deleted_in_thousands(storage: Storage, medium: S3Medium, proxy: CountingProxy) -> None:
+    for number in (0, 999, 1000, 2499):
+        medium.put(f"a/{number}")
+    storage.delete(f"a/{number}" for number in range(2500))
+    assert proxy.counts() == {"POST": 3}
+    assert medium.objects() == set()
+
+
+def test_what_one_key_failed_of_is_tried_again_then_named(
+    storage: Storage, medium: S3Medium, proxy: CountingProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+    for number in range(3):
+        medium.put(f"a/{number}")
+    key = medium.key("a/1")
+    answer = (
+        f"<DeleteResult><Error><Key>{key}</Key><Code>InternalError</Code><Message>m</Message></Error></DeleteResult>"
+    )
+    fault = proxy.add(Fault("status", method="POST", status=200, body=answer.encode()))
+    storage.delete(["a/0", "a/1"])
+    assert fault.hits == 1
+    if medium.options["client"] == "obstore":  # which tells of the first failure only
+        assert medium.objects() == {"a/2"}
+    medium.put("a/1")
+    proxy.add(Fault("status", method="POST", status=200, body=answer.encode(), times=100))
+    with pytest.raises(StorageError, match="still there: .*a/1"):
+        storage.delete(["a/1"])
+
+
+# Large objects
+
+
+def test_a_large_object_goes_up_in_parts(
+    storage: Storage, medium: S3Medium, proxy: CountingProxy, small_parts: int
+) -> None:
+    data = os.urandom(2 * small_parts + 17)
+    views = [data[:10], memoryview(data)[10 : small_parts + 5], data[small_parts + 5 :]]
+    assert storage.create("o", views, staging=WRITER) is True
+    assert proxy.counts() == {"POST": 2, "PUT": 3}
+    assert medium.get("o") == data
+    assert storage.create("o", [b"x", *views], staging=WRITER) is False
+    assert medium.get("o") == data
+    assert medium.uploads() == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "made"),
+    [
+        (Fault("status", method="PUT", status=500), True),
+        (Fault("status", method="PUT", status=403, code="AccessDenied"), False),
+        (Fault("status", method="POST", target="uploadId", times=100), False),
+        (Fault("reset_after", method="POST", target="uploadId"), True),
+    ],
+    ids=["part", "part denied", "complete", "complete lost"],
+)
+def test_an_upload_that_fails_leaves_nothing(
+    storage: Storage, medium: S3Medium, proxy: CountingProxy, small_parts: int, fault: Fault, made: bool
+) -> None:
+    fault.hits = 0
+    proxy.add(fault)
+    data = os.urandom(small_parts + 1)
+    if made:
+        storage.create("o", data, staging=WRITER)
+        assert medium.get("o") == data
+    else:
+        with pytest.raises(StorageError):
+            storage.create("o", data, staging=WRITER)
+        assert medium.objects() == set()
+    assert fault.hits
+    assert medium.uploads() == []
+
+
+def test_uploads_of_the_dead_are_shown_to_the_collector(storage: Storage, medium: S3Medium) -> None:
+    client, place = medium.place.client, medium.place
+    for key in (medium.key("data_id=a%3Ab/x+y.arrow"), "elsewhere"):
+        client.create_multipart_upload(Bucket=place.bucket, Key=key)
+    assert storage.list_dirs(STAGING_DIR) == ["uploads"]
+    (entry,) = storage.list(f"{STAGING_DIR}/uploads")
+    assert "/" not in entry.name
+    assert entry.mtime_s > 1.7e9
+    for _ in range(2):
+        storage.delete([f"{STAGING_DIR}/uploads/{entry.name}"])
+    assert medium.uploads() == []
+    assert storage.list(f"{STAGING_DIR}/uploads") == []
+
+
+# Addresses, options, credentials
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"keys": "x"}, "keys.*knows key, secret"),
+        ({"key": "x"}, "key and secret"),
+        ({"key": "x", "secret": 5}, "secret.*int"),
+        ({"client": "boto3"}, "boto3"),
+        ({"addressing_style": "auto"}, "addressing_style"),
+    ],
+)
+def test_options_that_s3_does_not_know(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidInputError, match=says):
+        open_storage("s3://bucket/x", options)
+
+
+def test_addresses_of_buckets() -> None:
+    for uri in ("s3://bucket/a b/ü", "s3://bucket/a b/ü/", "S3://bucket/a b/ü"):
+        assert open_storage(uri).uri == "s3://bucket/a b/ü"
+    assert open_storage("s3://bucket").uri == open_storage("s3://bucket/").uri == "s3://bucket"
+
+
+def test_the_whole_bucket_is_a_place_too(s3_server: S3Server) -> None:
+    place = s3_server.bucket()
+    storage = open_storage(place.uri, place.options)
+    storage.create("data_id=a/1.arrow", b"x", staging=WRITER)
+    assert storage.list_dirs("") == ["data_id=a"]
+    assert storage.list("") == []
+    assert [entry.name for entry in storage.list("data_id=a")] == ["1.arrow"]
+
+
+def test_errors_say_what_to_do_and_no_secret(medium: S3Medium, s3_server: S3Server) -> None:
+    own = medium.options
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("s3://rr-nobody-made-this/x", {}, "no such bucket"),
+        (medium.uri, {"key": "rr-nobody", "secret": own["secret"]}, "AWS_ACCESS_KEY_ID"),
+        (medium.uri, {"secret": "SECRET-wrong"}, "AWS_SECRET_ACCESS_KEY"),
+        (medium.uri, {"key": READER[0], "secret": READER[1]}, "s3:PutObject"),
+        (medium.uri, {"endpoint_url": "http://127.0.0.1:1"}, "AWS_ENDPOINT_URL"),
+    ]
+    for uri, options, says in cases:
+        storage = open_storage(uri, {**own, **options})
+        with pytest.raises(StorageError, match=says) as caught:
+            storage.create("o", b"x", staging=WRITER)
+        said = "".join(traceback.format_exception(caught.value)) + repr(storage) + storage.uri
+        for secret in (own["secret"], READER[1], "SECRET-wrong"):
+            assert secret not in said
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("way", ["environment", "service", "profile", "process"])
+def test_credentials_from_where_others_look(
+    s3: Place, client: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    key, secret, endpoint = s3.options["key"], s3.options["secret"], s3.options["endpoint_url"]
+    options: dict[str, Any] = {"client": client}
+    if way in ("environment", "service"):
+        for name, value in s3.environment.items():
+            monkeypatch.setenv(name, value)
+    if way == "service":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+    if way == "profile":
+        text = f"[profile rr]\naws_access_key_id={key}\naws_secret_access_key={secret}\nendpoint_url={endpoint}\nregion={REGION}\n"
+        (tmp_path / "config").write_text(text)
+        monkeypatch.setenv("AWS_PROFILE", "rr")
+    if way == "process":
+        answer = {"Version": 1, "AccessKeyId": key, "SecretAccessKey": secret, "Expiration": "2099-01-01T00:00:00Z"}
+        (tmp_path / "answer").write_text(json.dumps(answer))
+        (tmp_path / "config").write_text(
+            f"[profile other]\ncredential_process=cat {tmp_path}/answer\nregion={REGION}\n"
+        )
+        options |= {"profile": "other", "endpoint_url": endpoint}
+    storage = open_storage(s3.uri, options)
+    assert storage.create("o", b"abc", staging=WRITER)
+    assert storage.read_bytes("o") == b"abc"
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_no_credentials_at_all(client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(StorageError, match="no credentials were found"):
+        open_storage("s3://bucket/x", {"client": client}).list("")
+
+
+# Processes
+
+
+def _reads(storage: Storage) -> None:
+    assert storage.read_bytes("o") == b"abc"
+
+
+def test_a_spawned_process_has_clients_of_its_own(medium: S3Medium) -> None:
+    storage = open_storage(medium.uri, medium.options)
+    storage.create("o", b"abc", staging=WRITER)
+    process = multiprocessing.get_context("spawn").Process(target=_reads, args=(pickle.loads(pickle.dumps(storage)),))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+FORKS = """
+import os, sys, json
+from rr_dataset.storage import open_storage
+uri, options = json.loads(sys.argv[1])
+storage = open_storage(uri, options)
+storage.create("o", b"abc", staging="w")
+source = storage.open("o")
+child = os.fork()
+assert source.tail(2) == b"bc" and storage.read_bytes("o") == b"abc"
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    assert storage.list("")[0].size == 3
+    os._exit(0)
+print("done")
+"""
+ENDS = """
+import sys, json, threading
+from rr_dataset.storage import open_storage
+uri, options = json.loads(sys.argv[1])
+storage = open_storage(uri, options)
+storage.create("o", b"abc", staging="w")
+threading.Thread(target=lambda: [storage.read_bytes("o") for _ in range(1000)], daemon=True).start()
+print(storage.read_bytes("o"))
+"""
+
+
+def _run(program: str, medium: S3Medium) -> subprocess.Popen[str]:
+    arguments = json.dumps([medium.uri, medium.options])
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", program, arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_forked_child_reads(medium: S3Medium) -> None:
+    with _run(FORKS, medium) as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "done\n", "")
+
+
+@pytest.mark.parametrize("starts", [3, pytest.param(50, marks=pytest.mark.nightly)])
+def test_processes_end(medium: S3Medium, starts: int) -> None:
+    for _ in range(starts):
+        with _run(ENDS, medium) as process:
+            out, err = process.communicate(timeout=60)
+        assert (process.returncode, out, err) == (0, "b'abc'\n", "")
+
+
+# Other stores of fsspec
+
+
+def test_a_file_system_of_fsspec() -> None:
+    storage = open_storage("memory://bucket/data")
+    assert storage.create("a/1", [b"01234", b"56789"], staging=WRITER)
+    assert not storage.create("a/1", b"x", staging=WRITER)
+    assert [(entry.name, entry.size) for entry in storage.list("a")] == [("1", 10)]
+    assert storage.list_dirs("") == ["a"]
+    assert storage.list("b") == []
+    assert storage.open("a/1").tail(3) == b"789"
+    assert storage.open("a/1", storage.list("a")[0]).read(2, 3) == b"234"
+    storage.delete(["a/1", "a/2"])
+    assert storage.list("a") == []
+    with pytest.raises(ObjectNotFoundError):
+        storage.read_bytes("a/1")
+    with pytest.raises(InvalidInputError, match="no storage for nothing://"):
+        open_storage("nothing://b/x")
