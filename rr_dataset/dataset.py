@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
+import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.dataset as pads
@@ -31,6 +32,7 @@ from rr_dataset.packed import Packed, Spans, read_packed, read_spans
 from rr_dataset.record import RecordHead, RoutingRecord, RoutingSpec
 from rr_dataset.selection import Share, Tokens, tokens_per_id
 from rr_dataset.snapshot import Snapshot
+from rr_dataset.stacked import Empty, Stacked, read_stacked
 from rr_dataset.storage import open_storage
 
 DEFAULT_SKEW_S = 1.0  # between hosts that keep time by NTP
@@ -310,6 +312,25 @@ class RoutingDataset:
             pad_to_multiple=pad_to_multiple,
             on_missing=on_missing,
         )
+
+    def get_stacked(
+        self,
+        ids: Iterable[str],
+        layers: Sequence[int] | None = None,
+        tokens: Tokens | Sequence[Tokens] | Callable[[int], Tokens] = None,
+        empty: Empty = np.empty,
+    ) -> Stacked:
+        """Records of equal length in the order asked, in one array: `(routed_experts, records)`.
+
+        layers, tokens: as in `get_many`; `tokens` may be a function from the number of tokens of a record to its selection.
+        empty: makes the array [ids, layers, tokens, top_k] once the lengths are known, from its shape and the spec's dtype, such
+            as one in shared memory. It is read into without a copy. After a conflict with a delete it may be called again.
+
+        Raises InvalidRoutingError where the numbers of tokens differ, and as `get_many`.
+        """
+        asked = id_list(ids)
+        chosen = tokens if callable(tokens) else tokens_per_id(tokens, len(asked))
+        return read_stacked(self._client(), asked, layers, chosen, empty)
 
     def get_spans(self, spans: Sequence[tuple[str, int, int]], layers: Sequence[int] | None = None) -> Spans:
         """Tokens of the very puts that refs name, in the order given, as one array: `(routed_experts, present)`.

@@ -32,6 +32,7 @@ ROWS = (
         "payload",
         "lookup",
         "packed",
+        "stacked",
         "follow",
         "arrow_view",
         "dataset",

@@ -4,7 +4,7 @@
     torch.utils.data.DataLoader(samples, batch_size=8, num_workers=2)                       # reads a batch at once
     paddle.io.DataLoader(samples, num_workers=2, **whole_batches(batch_sampler, collate))   # so does this
 
-Neither framework is imported. A worker holds a batch twice, as it was read and as it was collated (the loader's shared
+`RoutingBatches` (batches.py) saves a copy more. Neither framework is imported. A worker holds a batch twice, as it was read and as it was collated (the loader's shared
 memory holds `prefetch_factor` more of them per worker), and of ours an index cache of at most 256 MB.
 """
 
@@ -100,7 +100,7 @@ class RoutingSamples:
         self.dataset = dataset if isinstance(dataset, RoutingDataset) else open_dataset(dataset)
         self.options = SampleOptions() if options is None else options
         self.ids = ids if isinstance(ids, IdList) else IdList(refs or () if ids is None else ids)
-        self._refs = refs is not None
+        self.refs = refs is not None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -124,7 +124,11 @@ class RoutingSamples:
         """The samples in the order asked, read in one call: what torch's DataLoader asks for a batch."""
         keys = [self.ids[index] for index in indices]
         numbers = [self.ids.number(index) for index in indices]
-        return read_samples(self.dataset, keys, numbers, self.options, refs=self._refs)
+        return read_samples(self.dataset, keys, numbers, self.options, refs=self.refs)
+
+    def records(self, indices: Sequence[int]) -> list[RoutingRecord]:
+        """The records themselves, read in one call, for `trainer.collate.collate`."""
+        return read_records(self.dataset, [self.ids[index] for index in indices], self.options, refs=self.refs)
 
     def read_ahead(
         self, batches: Iterable[Sequence[int]], prefetch_bytes: int = PREFETCH_BYTES
@@ -147,8 +151,16 @@ def read_samples(
     dataset: RoutingDataset, keys: Sequence[str], numbers: Sequence[int], options: SampleOptions, *, refs: bool = False
 ) -> list[Sample]:
     """The samples of some ids or refs. Whatever is raised names the id."""
+    records = read_records(dataset, keys, options, refs=refs)
+    return [as_sample(dataset, record, number, options) for record, number in zip(records, numbers, strict=True)]
+
+
+def read_records(
+    dataset: RoutingDataset, keys: Sequence[str], options: SampleOptions, *, refs: bool = False
+) -> list[RoutingRecord]:
+    """Their records, likewise."""
     try:
-        records = _read(dataset, keys, options, refs=refs)
+        return _read(dataset, keys, options, refs=refs)
     except NotFoundError:
         raise  # these name ids
     except RoutingDatasetError:
@@ -158,12 +170,9 @@ def read_samples(
             except RoutingDatasetError as error:
                 raise type(error)(f"{key!r}: {error}") from error
         raise
-    return [as_sample(dataset, record, number, options) for record, number in zip(records, numbers, strict=True)]
 
 
-def _read(
-    dataset: RoutingDataset, keys: Sequence[str], options: SampleOptions, *, refs: bool
-) -> Sequence[RoutingRecord]:
+def _read(dataset: RoutingDataset, keys: Sequence[str], options: SampleOptions, *, refs: bool) -> list[RoutingRecord]:
     read = dataset.resolve if refs else dataset.get_many
     tokens: Tokens | list[Tokens]
     if callable(options.tokens):
@@ -195,10 +204,13 @@ def as_sample(dataset: RoutingDataset, record: RoutingRecord, number: int, optio
     return sample
 
 
-def whole_batches(batch_sampler: Iterable[Sequence[int]], collate_fn: Callable[[list[Sample]], Any]) -> dict[str, Any]:
-    """Arguments for `paddle.io.DataLoader` with which a batch of `RoutingSamples` is read in one call, not sample by sample.
+def whole_batches(
+    batch_sampler: Iterable[Sequence[int]], collate_fn: Callable[[Any], Any] | None = None
+) -> dict[str, Any]:
+    """Arguments for `paddle.io.DataLoader` with which a batch is read in one call, not sample by sample.
 
-    batch_sampler: paddle's, or any iterable of lists of indices. collate_fn: gets the list of samples, as without it.
+    batch_sampler: paddle's, or any iterable of lists of indices.
+    collate_fn: gets the list of `RoutingSamples`, as without this; None for `RoutingBatches`, whose items are batches.
     """
     return {"batch_sampler": _Wrapped(batch_sampler), "collate_fn": _Unwrapping(collate_fn)}
 
@@ -218,8 +230,8 @@ class _Wrapped:
 
 @dataclass(frozen=True)
 class _Unwrapping:
-    collate_fn: Callable[[list[Sample]], Any]
+    collate_fn: Callable[[Any], Any] | None
 
-    def __call__(self, batch: list[list[Sample]]) -> Any:
-        (samples,) = batch
-        return self.collate_fn(samples)
+    def __call__(self, batch: list[Any]) -> Any:
+        (whole,) = batch
+        return whole if self.collate_fn is None else self.collate_fn(whole)

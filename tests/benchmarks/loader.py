@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,12 @@ from typing import Any
 import numpy as np
 import pyarrow.dataset as pads
 
+from rr_dataset.trainer.batches import RoutingBatches
 from rr_dataset.trainer.samples import RoutingSamples, SampleOptions, whole_batches
 
 from .bench import LARGE_TOKENS, SMALL_TOKENS, SPEC, Bench, Unavailable
 from .measure import Check, Pairs, at_least, at_most
-from .read import _stored, _Stored
+from .read import _Stored, _stored
 
 WORKERS = 2
 QUARTER = SPEC.moe_layers[12:24]  # a pipeline stage's
@@ -79,15 +79,18 @@ class _Arrow:
 
 
 def _torch(samples: Any, batch: int) -> Any:
-    return import_module("torch.utils.data").DataLoader(samples, batch, num_workers=WORKERS, timeout=TIMEOUT_S)
+    data = import_module("torch.utils.data")
+    how: dict[str, Any] = {"batch_size": batch}
+    if isinstance(samples, RoutingBatches):
+        how = {"batch_size": None, "sampler": data.BatchSampler(range(len(samples)), batch, drop_last=False)}
+    return data.DataLoader(samples, num_workers=WORKERS, timeout=TIMEOUT_S, **how)
 
 
 def _paddle(samples: Any, batch: int) -> Any:
     io = import_module("paddle.io")
     how: dict[str, Any] = {"batch_size": batch}
-    if isinstance(samples, RoutingSamples):
-        collate = import_module("paddle.io.dataloader.collate").default_collate_fn
-        how = whole_batches(io.BatchSampler(samples, batch_size=batch), collate)
+    if isinstance(samples, RoutingBatches):
+        how = whole_batches(io.BatchSampler(samples, batch_size=batch))
     return io.DataLoader(samples, num_workers=WORKERS, timeout=TIMEOUT_S, **how)
 
 
@@ -139,8 +142,10 @@ def _compare(
     layers: Sequence[int] | None = None,
 ) -> list[Check]:
     rounds = bench.count(3, 11)
-    with _framework(framework), _stored(bench, size.prompts, 8, size.tokens) as stored:
-        samples = RoutingSamples(stored.root, stored.ids, SampleOptions(layers=layers, present="none"))
+    with _framework(framework), _stored(bench, size.prompts, 8, size.tokens) as made:
+        order = sorted(range(len(made.ids)), key=made.ids.__getitem__)  # as a trainer asks: a prompt's samples together
+        stored = _Stored(made.root, [made.ids[i] for i in order], [made.files[i] for i in order])
+        samples = RoutingBatches(RoutingSamples(stored.root, stored.ids, SampleOptions(layers=layers, present="none")))
         loader = LOADERS[framework]
         firsts, rests = _race(loader(samples, size.batch), loader(theirs(stored), size.batch), rounds)
     row = f"loader-{framework}"
