@@ -136,10 +136,10 @@ class RemoteMemory(MemoryStorage):
         self._lock = Lock()
 
     def load(self, root: Path) -> None:
-        """All files below a directory."""
-        for path in sorted(root.rglob("*")):
-            if path.is_file():
-                self.objects[str(path.relative_to(root))] = path.read_bytes()
+        """All files below a directory, and nothing else."""
+        found = {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+        with self._lock:
+            self.objects = found
 
     def _asked(self, call: str, path: str, count: int = 1, size: int = 0) -> None:
         with self._lock:
@@ -167,9 +167,10 @@ class RemoteMemory(MemoryStorage):
 
     def read_bytes(self, path: str) -> bytes:
         self._asked("get", path)
-        data = super().read_bytes(path)
-        self.after("get", path)
-        return data
+        try:
+            return super().read_bytes(path)
+        finally:
+            self.after("get", path)
 
     def create(self, path: str, data: Buffer | Sequence[Buffer], *, staging: str) -> bool:
         self._asked("put", path)

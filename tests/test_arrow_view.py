@@ -270,7 +270,7 @@ def test_without_reading_indexes_names_prune(stored: Stored, monkeypatch: pytest
     stored.shard(stored.row("q:1"), stored.row("q:2"), stored.row("q:1"))
     opened = []
     open_ = LocalStorage.open
-    monkeypatch.setattr(LocalStorage, "open", lambda self, path: opened.append(path) or open_(self, path))
+    monkeypatch.setattr(LocalStorage, "open", lambda self, path, *_: opened.append(path) or open_(self, path))
     dataset = stored.dataset.to_pyarrow(prune=False)
     assert [path.split("/")[0] for path in opened] == ["data_id=q"]
     assert shown(dataset) == ["p0:1", "p1:1", "p2:1", "p3:1", "q:1", "q:2"]

@@ -171,7 +171,7 @@ def test_a_shard_that_vanishes_while_read(
             filled.stored.shard(*rows, inputs=[path], level=1)
             path.unlink()
 
-    def open_later(storage: LocalStorage, at: str) -> Any:
+    def open_later(storage: LocalStorage, at: str, entry: Any = None) -> Any:
         if at.endswith(path.name):
             compact(at)
         return open_(storage, at)

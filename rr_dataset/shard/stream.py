@@ -70,6 +70,6 @@ def arrow_file(
     except _OF_DAMAGE as error:
         if file.error is not None:
             raise file.error from None
-        if isinstance(error, (CorruptShardError, StorageError)):
+        if isinstance(error, (CorruptShardError, StorageError, MemoryError)):
             raise
         raise CorruptShardError(f"{where}pyarrow cannot read it: {error!r:.300}") from error
