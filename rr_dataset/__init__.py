@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from rr_dataset.stats import LayerLoad, expert_counts, layer_loads, to_long
     from rr_dataset.trainer.align import Alignment, align
     from rr_dataset.trainer.collate import Batch, collate, to_paddle, to_torch
-    from rr_dataset.trainer.ranks import RankView
+    from rr_dataset.trainer.ranks import RankView, pipeline_chunks
     from rr_dataset.trainer.trajectory import Trajectory, trajectory
     from rr_dataset.verify import Problem, VerifyReport, verify
     from rr_dataset.writer import RoutingWriter
@@ -122,6 +122,7 @@ _LAZY = {
     "to_paddle": "rr_dataset.trainer.collate",
     "to_torch": "rr_dataset.trainer.collate",
     "RankView": "rr_dataset.trainer.ranks",
+    "pipeline_chunks": "rr_dataset.trainer.ranks",
     "Trajectory": "rr_dataset.trainer.trajectory",
     "trajectory": "rr_dataset.trainer.trajectory",
 }
@@ -203,6 +204,7 @@ __all__ = [
     "layer_loads",
     "maintain",
     "open_dataset",
+    "pipeline_chunks",
     "plan_compaction",
     "recover",
     "to_long",

@@ -95,6 +95,8 @@ def test_the_examples_run_in_order(
     assert names["tokens"] == 512
     assert (len(names["news"]), names["later"], names["known"][1]) == (1, [], None)
     assert names["very_put"].routed_experts.shape == (58, 512, 8)
+    assert names["view"].layers == tuple(range(16, 31))
+    assert names["kinds"] == [3, 1, 254]
     ran = 0
     for arguments in commands():
         if any(word in shlex.join(["rr-dataset", *arguments]) for word in NOT_RUN):
@@ -129,7 +131,7 @@ def test_comments_in_the_examples_say_what_comes_out(tmp_path: Path, monkeypatch
         else:
             assert value == eval(said["value"]), line
         checked += 1
-    assert checked == 5
+    assert checked == 6
 
 
 @pytest.mark.parametrize("text", sorted(ROOT.glob("*.md")), ids=lambda path: path.name)
