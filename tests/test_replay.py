@@ -216,6 +216,8 @@ class TestRows:
     def test_rows_of_another_count_are_refused(self, framework: Numpy) -> None:
         replay = RoutingReplay(SPEC)
         with replay.attach([1]):
+            replay.push(routing())
+            replay.choose(1, LIVE)
             replay.push(routing(rows=3))
             with pytest.raises(InvalidInputError, match=r"routes \[4, 2\].* has \[3, 2\]"):
                 replay.choose(1, LIVE)

@@ -20,6 +20,7 @@ from rr_dataset.trainer.replay import RoutingReplay
 from rr_dataset.trainer.samples import RoutingSamples, Sample, SampleOptions, whole_batches
 
 MICRO_BATCH = 16
+POLICY_BATCHES = 2
 LEARNING_RATE = 1e-4
 
 Change = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]  # of a micro-batch's routing [batch, tokens, layers, top_k]
@@ -32,6 +33,12 @@ class Divergence:
     mean: float
     largest: float
     per_token: list[float]
+
+    @classmethod
+    def of(cls, parts: list[npt.NDArray[np.float64]]) -> Divergence:
+        """Of the tokens of all micro-batches; they are sorted."""
+        kl = np.sort(np.concatenate(parts))
+        return cls(float(kl.mean()), float(kl[-1]), kl.tolist())
 
 
 @dataclass(frozen=True)
@@ -65,41 +72,36 @@ class Trainer:
         self._chunks = chunks
         self._loader = paddle.io.DataLoader(samples, **whole_batches(chunks, _side_by_side))
 
-    def _batches(self) -> Iterator[tuple[list[Rollout], npt.NDArray[Any], npt.NDArray[Any]]]:
-        """Rollouts, token ids [B, T] and routing [B, T, L, K] of each micro-batch. The ids are compared with the trainer's own."""
-        for chunk, (token_ids, routing) in zip(self._chunks, self._loader, strict=True):
+    def _batches(self, count: int | None = None) -> Iterator[tuple[list[Rollout], npt.NDArray[Any], npt.NDArray[Any]]]:
+        """Rollouts, token ids [B, T] and routing [B, T, L, K] of the first micro-batches, whose ids must be the trainer's own."""
+        for chunk, (token_ids, routing) in zip(self._chunks[:count], self._loader, strict=False):
             rollouts = [self._rollouts[i] for i in chunk]
             tokens = np.stack([rollout.tokens for rollout in rollouts]).astype(np.int64)
             if not np.array_equal(token_ids.numpy(), tokens):
                 raise RoutingDatasetError("the records' token ids are not those of the rollouts")
             yield rollouts, tokens, routing.numpy()
 
-    def tokens_flipped(self, model: ByteModel) -> float:
-        """Share of the tokens for which the trainer's router picks other experts than the engine's in at least one layer."""
-        flipped = []
-        for _, tokens, routing in self._batches():
-            with paddle.no_grad(), captured(model) as taken:
-                model(paddle.to_tensor(tokens))
-            live = np.stack([calls[0] for calls in taken], axis=1).reshape(routing.shape)
-            flipped.append((np.sort(live, axis=-1) != np.sort(routing, axis=-1)).any(axis=(2, 3)))
-        return float(np.concatenate(flipped).mean())
-
-    def divergence(
-        self, model: ByteModel, replay: RoutingReplay | None = None, change: Change | None = None
-    ) -> Divergence:
-        """Of the trainer's forward from what the engine computed, with live routing or with what was recorded."""
-        per_token = []
-        with paddle.no_grad(), replay.attach(model) if replay else nullcontext():
+    def live(self, model: ByteModel) -> tuple[Divergence, float]:
+        """With live routing; and the share of tokens for which it differs from what was recorded in at least one layer."""
+        per_token, flipped = [], []
+        with paddle.no_grad():
             for rollouts, tokens, routing in self._batches():
-                if replay:
-                    replay.push(change(routing) if change else routing)
-                logp = F.log_softmax(model(paddle.to_tensor(tokens)), axis=-1).numpy().astype(np.float64)
-                for rollout, ours in zip(rollouts, logp, strict=True):
-                    sampled = slice(rollout.prompt_length - 1, -1)
-                    theirs = rollout.logp[sampled].astype(np.float64)
-                    per_token.append((np.exp(theirs) * (theirs - ours[sampled])).sum(axis=-1))
-        kl = np.concatenate(per_token)
-        return Divergence(float(kl.mean()), float(kl.max()), np.sort(kl).tolist())
+                with captured(model) as taken:
+                    per_token.append(_kl(rollouts, model(paddle.to_tensor(tokens))))
+                live = np.stack([calls[0] for calls in taken], axis=1).reshape(routing.shape)
+                flipped.append((np.sort(live, axis=-1) != np.sort(routing, axis=-1)).any(axis=(2, 3)))
+        return Divergence.of(per_token), float(np.concatenate(flipped).mean())
+
+    def replayed(
+        self, model: ByteModel, replay: RoutingReplay, change: Change | None = None, count: int | None = None
+    ) -> Divergence:
+        """With what was recorded, or a change of it, on all micro-batches or the first `count`."""
+        per_token = []
+        with paddle.no_grad(), replay.attach(model):
+            for rollouts, tokens, routing in self._batches(count):
+                replay.push(change(routing) if change else routing)
+                per_token.append(_kl(rollouts, model(paddle.to_tensor(tokens))))
+        return Divergence.of(per_token)
 
     def policy_steps(self, model: ByteModel, steps: int, replay: RoutingReplay | None) -> PolicySteps:
         """Steps of policy gradient from a copy of the model. The reward is the share of lower-case letters, per prompt group."""
@@ -108,17 +110,18 @@ class Trainer:
         optimizer = paddle.optimizer.AdamW(LEARNING_RATE, parameters=policy.parameters())
         losses, gradients, errors = [], [], []
         advantages = _advantages(self._rollouts)
+        chunks = self._chunks[:POLICY_BATCHES]
         with replay.attach(policy) if replay else nullcontext():
             for step in range(steps):
                 total = 0.0
-                for chunk, (rollouts, tokens, routing) in zip(self._chunks, self._batches(), strict=True):
+                for chunk, (rollouts, tokens, routing) in zip(chunks, self._batches(POLICY_BATCHES), strict=True):
                     if replay:
                         replay.push(routing)
                     ratios = _ratios(policy, rollouts, tokens)
                     if not step:
                         errors.append((ratios - 1).abs().numpy())
                     gain = paddle.to_tensor(advantages[chunk])[:, None]
-                    loss = -(ratios * gain).mean() / len(self._chunks)
+                    loss = -(ratios * gain).mean() / len(chunks)
                     loss.backward()
                     total += float(loss)
                 if replay:
@@ -130,6 +133,17 @@ class Trainer:
                 gradients.append(float(np.linalg.norm(norms)) if min(norms) > 0 else 0.0)
         error = np.concatenate(errors)
         return PolicySteps(losses, gradients, float(error.mean()), float(error.max()))
+
+
+def _kl(rollouts: list[Rollout], logits: Any) -> npt.NDArray[np.float64]:
+    """KL(engine || trainer) of each sampled token of a micro-batch."""
+    logp = F.log_softmax(logits, axis=-1).numpy().astype(np.float64)
+    per_token = []
+    for rollout, ours in zip(rollouts, logp, strict=True):
+        sampled = slice(rollout.prompt_length - 1, -1)
+        theirs = rollout.logp[sampled].astype(np.float64)
+        per_token.append((np.exp(theirs) * (theirs - ours[sampled])).sum(axis=-1))
+    return np.concatenate(per_token)
 
 
 def _ratios(policy: ByteModel, rollouts: list[Rollout], tokens: npt.NDArray[np.int64]) -> Any:
