@@ -65,10 +65,16 @@ if TYPE_CHECKING:
     from rr_dataset.receipt import FlushReport, Receipt
     from rr_dataset.recovery import SpoolReport, recover
     from rr_dataset.selection import Share
+    from rr_dataset.stacked import Stacked
     from rr_dataset.stats import LayerLoad, expert_counts, layer_loads, to_long
     from rr_dataset.trainer.align import Alignment, align
+    from rr_dataset.trainer.batches import RoutingBatches
     from rr_dataset.trainer.collate import Batch, collate, to_paddle, to_torch
+    from rr_dataset.trainer.feeder import RankFeeder
+    from rr_dataset.trainer.idlist import IdList
     from rr_dataset.trainer.ranks import RankView, pipeline_chunks
+    from rr_dataset.trainer.samples import RoutingSamples, Sample, SampleOptions, whole_batches
+    from rr_dataset.trainer.streaming import RoutingStream, StreamOptions
     from rr_dataset.trainer.trajectory import Trajectory, trajectory
     from rr_dataset.verify import Problem, VerifyReport, verify
     from rr_dataset.writer import RoutingWriter
@@ -103,6 +109,16 @@ _LAZY = {
     "expert_counts": "rr_dataset.stats",
     "layer_loads": "rr_dataset.stats",
     "to_long": "rr_dataset.stats",
+    "Stacked": "rr_dataset.stacked",
+    "RoutingBatches": "rr_dataset.trainer.batches",
+    "RankFeeder": "rr_dataset.trainer.feeder",
+    "IdList": "rr_dataset.trainer.idlist",
+    "RoutingSamples": "rr_dataset.trainer.samples",
+    "Sample": "rr_dataset.trainer.samples",
+    "SampleOptions": "rr_dataset.trainer.samples",
+    "whole_batches": "rr_dataset.trainer.samples",
+    "RoutingStream": "rr_dataset.trainer.streaming",
+    "StreamOptions": "rr_dataset.trainer.streaming",
     "Problem": "rr_dataset.verify",
     "VerifyReport": "rr_dataset.verify",
     "verify": "rr_dataset.verify",
@@ -144,6 +160,7 @@ __all__ = [
     "FlushTimeoutError",
     "FormatError",
     "GarbageReport",
+    "IdList",
     "ImportReport",
     "InvalidInputError",
     "InvalidRequestIdError",
@@ -158,6 +175,7 @@ __all__ = [
     "PollCursor",
     "Problem",
     "PutManyError",
+    "RankFeeder",
     "RankView",
     "ReadConflictError",
     "Receipt",
@@ -166,20 +184,27 @@ __all__ = [
     "RecordNotFoundError",
     "RecordTooLargeError",
     "Refused",
+    "RoutingBatches",
     "RoutingDataset",
     "RoutingDatasetError",
     "RoutingDatasetWarning",
     "RoutingRecord",
+    "RoutingSamples",
     "RoutingSpec",
+    "RoutingStream",
     "RoutingWriter",
     "RowKind",
+    "Sample",
+    "SampleOptions",
     "Share",
     "Spans",
     "SpecMismatchError",
     "SpoolFullError",
     "SpoolReport",
     "SpoolUnavailableError",
+    "Stacked",
     "StorageError",
+    "StreamOptions",
     "Trajectory",
     "VerifyReport",
     "WaitTimeoutError",
@@ -212,6 +237,7 @@ __all__ = [
     "to_torch",
     "trajectory",
     "verify",
+    "whole_batches",
 ]
 
 
