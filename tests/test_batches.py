@@ -109,6 +109,29 @@ def test_in_a_worker_nothing_is_copied(stored: Stored, monkeypatch: pytest.Monke
     assert experts.dtype == torch.uint8
 
 
+class Weighed(RoutingBatches):
+    """Each batch tells how much private memory its worker has."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        batch = super().__getitem__(indices)
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        batch["private"] = sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
+        return batch
+
+
+def test_a_worker_keeps_nothing_of_what_it_gave(tmp_path: Path) -> None:
+    """32 batches of 4 MB: its private memory does not grow by as much as two."""
+    data = pytest.importorskip("torch.utils.data")
+    stored = Stored(tmp_path / "large")
+    ids = [f"a:{number}:0:0" for number in range(4)]
+    for request_id in ids:
+        stored.put(request_id, 1 << 18)
+    made = Weighed(RoutingSamples(stored.root, ids, SampleOptions(present="none")))
+    how = {"num_workers": 1, "timeout": TIMEOUT_S, "sampler": [[number % 4, (number + 1) % 4] for number in range(32)]}
+    private = [batch["private"] for batch in data.DataLoader(made, batch_size=None, **how)]
+    assert max(private) - private[1] < 2 * (4 << 20)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_paddle_takes_whole_batches(workers: int, stored: Stored) -> None:
     with warnings.catch_warnings():

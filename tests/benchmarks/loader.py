@@ -148,7 +148,7 @@ def _compare(
         samples = RoutingBatches(RoutingSamples(stored.root, stored.ids, SampleOptions(layers=layers, present="none")))
         loader = LOADERS[framework]
         firsts, rests = _race(loader(samples, size.batch), loader(theirs(stored), size.batch), rounds)
-    row = f"loader-{framework}"
+    row = "loader-arrow" if "pyarrow" in opponent else f"loader-{framework}"
     batches = -(-len(stored.ids) // size.batch)
     some = "" if layers is None else f", {len(layers)} of {SPEC.num_layers} layers"
     what = f"{framework} DataLoader, {WORKERS} workers, batches of {size.batch} x {size.name}{some}"
