@@ -55,7 +55,7 @@ class FakeWriter:
         self.parts.setdefault(request_id, []).append(record)
         self.ends[request_id] += record.status != "partial"
 
-    def drop(self, request_id: str, reason: str, part: bool = False) -> None:
+    def drop(self, request_id: str, reason: str, token_start: int = 0, part: bool = False) -> None:
         self.drops[request_id] = reason
         self.ends[request_id] += 1
 

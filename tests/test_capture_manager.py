@@ -199,6 +199,18 @@ def test_ended_before_it_was_fed_as_far_again(
     assert (record.to_numpy("TLK") == first).all()
 
 
+def test_a_reset_also_ends_what_was_stored_in_part(
+    capture: RoutingCapture, writer: rr.RoutingWriter, root: Path, prompt: str
+) -> None:
+    capture.register(f"{prompt}:0:0:0")
+    feed(capture, [2, 3], 0, rows(0, 6))
+    capture.preempt(f"{prompt}:0:0:0", [2, 3], 6)
+    capture.reset()
+    writer.flush()
+    (head,) = rr.open_dataset(root).heads([f"{prompt}:0:0:0"])
+    assert (head.status, head.reason) == ("dropped", "engine reset")
+
+
 def test_drop_rows_say_why(capture: RoutingCapture, writer: rr.RoutingWriter, root: Path, prompt: str) -> None:
     for name in range(5):
         capture.register(f"{prompt}:{name}:0:0")

@@ -77,7 +77,7 @@ def test_any_range_of_any_block_table(start: int, length: int, blocks: list[int]
         at = np.array(sorted(written), np.int64)
         table.scatter(at, np.array([written[i] for i in at]).reshape(-1, 3, 2), table.marks(at))
         found = table.gather(blocks, start, start + length)
-        assert table.look(blocks, start, start + length) == (found.missing, ())
+        assert table.look(blocks, start, start + length).missing == found.missing
         missing = {p for begin, end in found.missing for p in range(begin, end)}
         for position in range(start, start + length):
             block = blocks[position // BLOCK] if position // BLOCK < len(blocks) else -1

@@ -310,12 +310,12 @@ class RoutingCapture:
         start = min(request.saved, total)
         present = max(fed, start)
         unfed = ((present, total),) if present < total else ()
-        missing, weights = self._table.look(end.blocks, start, present)
+        seen = self._table.look(end.blocks, start, present)
         version = end.weight_version
-        if version is None and weights:
-            covered = present - start - sum(stop - begin for begin, stop in missing)
-            begin, stop, text = weights[0]
-            version = text if len(weights) == 1 and stop - begin == covered else weights
+        if version is None and seen.weights:
+            covered = present - start - sum(stop - begin for begin, stop in seen.missing)
+            begin, stop, text = seen.weights[0]
+            version = text if len(seen.weights) == 1 and stop - begin == covered else seen.weights
         with self._writer.reserve(
             end.request_id,
             total - start,
@@ -325,25 +325,26 @@ class RoutingCapture:
             token_start=start,
             part=request.parts > 0,
             status=status,
-            missing=missing + unfed,
+            missing=seen.missing + unfed,
             weight_version=version,
             tags={**request.tags, **(end.tags or {})},
         ) as record:
-            found = self._table.gather(end.blocks, start, present, out=record.experts[: present - start])
+            missing = self._table.fill(seen, record.experts[: present - start])
             record.experts[present - start :] = 0
-            if found.missing != missing:  # a block was recycled meanwhile
-                record.missing = found.missing + unfed
+            if missing != seen.missing:  # a block was recycled meanwhile
+                record.missing = missing + unfed
         self._counts["parts" if status == "partial" else "records"] += 1
         request.parts += 1
         request.reached = total
-        request.saved = found.missing[0][0] if found.missing else present
+        request.saved = missing[0][0] if missing else present
         return record.receipt
 
     def _drop(self, request_id: str, request: _Request, reason: str) -> Receipt | None:
         if self._writer is None or not request.captured:
             return None
         self._dropped[reason] += 1
-        return self.faults.attempt("drop", partial(self._writer.drop, request_id, reason, part=request.parts > 0))
+        drop = partial(self._writer.drop, request_id, reason, token_start=request.reached, part=request.parts > 0)
+        return self.faults.attempt("drop", drop)  # where its parts end: of equal ends the latest tells
 
 
 def _status(end: Finished) -> str:

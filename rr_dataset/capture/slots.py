@@ -56,12 +56,24 @@ Blocks = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)
+class Seen:
+    """What a table had of a request at one moment. Positions are absolute, ranges half open."""
+
+    start: int
+    stop: int
+    missing: tuple[Range, ...]
+    weights: tuple[Span, ...]  # of the rows whose version is known
+    blocks: npt.NDArray[np.int64]
+    marks: npt.NDArray[np.uint64]  # 0 where there is no row
+
+
+@dataclass(frozen=True, slots=True)
 class Gathered:
-    """Rows of one request. rows: [tokens, layers, top_k]; zero where missing. Positions are absolute, ranges half open."""
+    """Rows of one request. rows: [tokens, layers, top_k], zero where missing."""
 
     rows: npt.NDArray[Any]
     missing: tuple[Range, ...]
-    weights: tuple[Span, ...]  # of the rows that name a version
+    weights: tuple[Span, ...]  # as they were seen before the copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,35 +291,43 @@ class SlotTable:
 
     # ---- the collector
 
-    def look(self, blocks: Blocks, start: int, stop: int) -> tuple[tuple[Range, ...], tuple[Span, ...]]:
-        """What `gather` would tell of these positions now, without the rows: missing, weights."""
-        valid = self._window(self._table_of(blocks, start, stop), start, stop)
-        return _runs(valid == 0, start), self._spans(valid, start)
-
-    def gather(self, blocks: Blocks, start: int, stop: int, out: npt.NDArray[Any] | None = None) -> Gathered:
-        """The rows of positions `start` to `stop` of a request.
+    def look(self, blocks: Blocks, start: int, stop: int) -> Seen:
+        """What the table has of positions `start` to `stop` of a request; the rows stay where they are.
 
         blocks: its block table from position 0; what lies beyond it, or in a block of -1, is missing.
-        out: [stop - start, layers, top_k] of the table's dtype, C order, to be filled instead of a new array.
 
         Raises InvalidRoutingError for a block that is none.
         """
         chosen = self._table_of(blocks, start, stop)
-        shape = (stop - start, *self.rows.shape[1:])
-        rows = np.empty(shape, self.dtype) if out is None else out
-        if rows.shape != shape or rows.dtype != self.dtype or not rows.flags.c_contiguous:
-            raise InvalidRoutingError(f"out is {rows.dtype} {rows.shape}: expected {self.dtype} {shape} in C order")
-        before = self._window(chosen, start, stop)
-        if len(rows):  # row by row: as fast as whole blocks, and never in step with the pages of the source
-            offsets = np.arange(start % self.block_size, start % self.block_size + stop - start)
-            slots = chosen[offsets // self.block_size] * self.block_size + offsets % self.block_size
-            np.take(self._items, slots, out=self._as_items(rows), mode="clip")
-        after = self._window(chosen, start, stop)  # a block may be recycled under the copy
-        valid = before * (before == after)
-        missing = _runs(valid == 0, start)
-        for begin, end in missing:
-            rows[begin - start : end - start] = 0
-        return Gathered(rows, missing, self._spans(valid, start))
+        marks = self._window(chosen, start, stop)
+        return Seen(start, stop, _runs(marks == 0, start), self._spans(marks, start), chosen, marks)
+
+    def fill(self, seen: Seen, out: npt.NDArray[Any]) -> tuple[Range, ...]:
+        """Copy the rows that were seen into `out`, zero for missing ones; what is missing, with blocks that were recycled since.
+
+        out: [stop - start, layers, top_k] of the table's dtype in C order. Raises InvalidRoutingError for another.
+        """
+        shape = (seen.stop - seen.start, *self.rows.shape[1:])
+        if out.shape != shape or out.dtype != self.dtype or not out.flags.c_contiguous:
+            raise InvalidRoutingError(f"out is {out.dtype} {out.shape}: expected {self.dtype} {shape} in C order")
+        if len(out):  # row by row: as fast as whole blocks, and never in step with the pages of the source
+            slots = seen.blocks[:, None] * self.block_size + np.arange(self.block_size)
+            skip = seen.start % self.block_size
+            np.take(self._items, slots.reshape(-1)[skip : skip + len(out)], out=self._as_items(out), mode="clip")
+        now = self._window(seen.blocks, seen.start, seen.stop)
+        missing = (
+            seen.missing if np.array_equal(now, seen.marks) else _runs((now == 0) | (now != seen.marks), seen.start)
+        )
+        for start, stop in missing:
+            out[start - seen.start : stop - seen.start] = 0
+        return missing
+
+    def gather(self, blocks: Blocks, start: int, stop: int, out: npt.NDArray[Any] | None = None) -> Gathered:
+        """`look` and `fill` in one, into `out` or a new array."""
+        seen = self.look(blocks, start, stop)
+        rows = np.empty((stop - start, *self.rows.shape[1:]), self.dtype) if out is None else out
+        missing = self.fill(seen, rows)
+        return Gathered(rows, missing, seen.weights)
 
     def _table_of(self, blocks: Blocks, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The blocks of these positions, -1 where there is none."""
