@@ -77,7 +77,9 @@ def read_packed(
         buffers = _made(spec, chosen, at, dtype) if out is None else _given(spec, chosen, at, dtype, out)
         mask, masks = _read(samples, buffers, at, snapshot, lookup)
         for layer in chosen:
-            fill_rows(buffers.experts[layer], masks[layer] != RowKind.REAL, spec.num_experts, padding)
+            if layer == chosen[0] or masks[layer] is not mask:
+                unreal = masks[layer] != RowKind.REAL
+            fill_rows(buffers.experts[layer], unreal, spec.num_experts, padding)
         cu_seqlens = np.array([0, *accumulate(sample.num_rows for sample in samples)], np.int32)
         return Packed(buffers.experts, cu_seqlens, mask, masks)
 
@@ -133,7 +135,7 @@ def _sample(found: Found | None, request_id: str, selection: Tokens | Share, at:
 
 
 class _Buffers:
-    """Where the rows of each layer go, and where they are read: there, unless the items have another size.
+    """Where the rows of each layer go, and where they are read: there, unless items have another size or lie apart.
 
     raw: by layer [rows, top_k] of the spec's dtype, to be read into. block: the same [layers, rows, top_k], if it is one array.
     """
@@ -143,7 +145,7 @@ class _Buffers:
         self.experts = experts
         self.layers = tuple(experts)
         stored = np.dtype(spec.dtype)
-        if all(array.itemsize == stored.itemsize for array in experts.values()):
+        if all(array.itemsize == stored.itemsize and array.flags.c_contiguous for array in experts.values()):
             # Every id fits both dtypes, and then its bytes are the same in both.
             self.block = None if block is None else block.view(stored)
             self.raw = [array.view(stored) for array in experts.values()]
@@ -206,17 +208,12 @@ class _Packing:
         ]
 
     def reads(self) -> Iterator[tuple[Shard, TileRead]]:
-        """One read of each run of neighbouring layers that lie in one block, else one of each layer."""
+        """One read of each run of tokens and layers that a row has."""
         layers, block, raw = self._buffers.layers, self._buffers.block, self._buffers.raw
         for located, first, end, at, start, stop in self.pieces:
             rows = slice(at, at + stop - start)
-            if block is not None:
-                out = block[first:end, rows]
-                yield located.shard, TileRead(located.number, layers[first:end], start, stop, out)
-                continue
-            for number in range(first, end):
-                out = raw[number][np.newaxis, rows]
-                yield located.shard, TileRead(located.number, layers[number : number + 1], start, stop, out)
+            out = tuple(array[rows] for array in raw[first:end]) if block is None else block[first:end, rows]
+            yield located.shard, TileRead(located.number, layers[first:end], start, stop, out)
 
 
 def _read(

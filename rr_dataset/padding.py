@@ -47,7 +47,8 @@ def spread_rows(count: int, num_experts: int, top_k: int, dtype: npt.DTypeLike) 
 
 def fill_rows(out: npt.NDArray[Any], unreal: npt.NDArray[np.bool_], num_experts: int, padding: str) -> None:
     """Put the filler into the rows of `out` [..., top_k] that `unreal` [...] marks."""
-    if padding == "minus_one":
+    count = int(np.count_nonzero(unreal))
+    if count and padding == "minus_one":
         out[unreal] = -1
-    else:
-        out[unreal] = spread_rows(int(np.count_nonzero(unreal)), num_experts, out.shape[-1], out.dtype)
+    elif count:
+        out[unreal] = spread_rows(count, num_experts, out.shape[-1], out.dtype)

@@ -212,7 +212,7 @@ def fill(drafts: Iterable[Fillable], snapshot: Snapshot, reader: Reader) -> None
             except CorruptShardError as error:
                 raise CorruptShardError(f"{reader.storage.uri}: {shard.path}: {error}") from error
 
-    size = sum(tile.out.nbytes for _, tiles, _ in jobs.values() for tile in tiles)
+    size = sum(tile.nbytes for _, tiles, _ in jobs.values() for tile in tiles)
     reader.workers.each(run, list(jobs.values()), None if remote else 1 + size // BYTES_PER_THREAD)
 
 

@@ -267,6 +267,8 @@ def test_other_arguments_are_checked(data: list[RowData], settings: dict[str, An
         (TileRead(0, (2,), 0, 5, np.empty((1, 5, 6), np.uint8)), r"layers \[2\]"),
         (TileRead(0, (3, 4), 0, 5, np.empty((1, 5, 6), np.uint8)), "expected .2, 5, 6."),
         (TileRead(0, (3,), 0, 5, np.empty((1, 5, 6), np.uint16)), "expected .1, 5, 6. uint8"),
+        (TileRead(0, (3, 4), 0, 5, (np.empty((5, 6), np.uint8),)), "1 arrays for 2 layers"),
+        (TileRead(0, (3,), 0, 5, (np.empty((4, 6), np.uint8),)), "expected .5, 6. uint8"),
         (VectorRead(0, "token_ids", 0, 5, np.empty(5, np.int32)), "has no token_ids"),
     ],
 )

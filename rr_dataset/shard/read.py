@@ -26,14 +26,19 @@ class TileRead(NamedTuple):
     """Tokens [start, stop), absolute and within the row, of `layers` that the row has, to be read into `out`.
 
     out: [len(layers), stop - start, top_k] of the spec's dtype, writable, any strides; fastest where the tokens of a layer
-    are contiguous.
+    are contiguous. Or a tuple with as many arrays [stop - start, top_k], all C-contiguous.
     """
 
     row: int  # in ShardIndex.rows
     layers: tuple[int, ...]
     start: int
     stop: int
-    out: npt.NDArray[Any]
+    out: npt.NDArray[Any] | tuple[npt.NDArray[Any], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to be read."""
+        return sum(part.nbytes for part in self.out) if isinstance(self.out, tuple) else self.out.nbytes
 
 
 class VectorRead(NamedTuple):
@@ -61,7 +66,11 @@ def read_tiles(
     for tile in tiles:
         shape = (len(tile.layers), tile.stop - tile.start, index.spec.top_k)
         _check_read(index, tile, tile.layers, shape, index.spec.dtype)
-        if not tile.out.size:
+        if not tile.nbytes:
+            continue
+        if isinstance(tile.out, tuple):
+            parts = [part.data.cast("B") for part in tile.out]
+            pieces += _locate(index, tile, index.payload.numbers(tile.layers), parts)
             continue
         dense = tile.out.strides[1:] == (shape[2] * tile.out.itemsize, tile.out.itemsize)
         target = tile.out if dense else _apart(shape, tile.out.dtype)
@@ -109,8 +118,12 @@ def _check_read(
         )
     if isinstance(read, VectorRead) and not getattr(row, f"has_{read.column}"):
         raise InvalidRoutingError(f"row {row.record_id} has no {read.column}")
-    if read.out.shape != shape or read.out.dtype != dtype:
-        raise InvalidRoutingError(f"out is {read.out.shape} {read.out.dtype}, expected {shape} {np.dtype(dtype)}")
+    outs, each = (read.out, shape[1:]) if isinstance(read.out, tuple) else ((read.out,), shape)
+    if isinstance(read.out, tuple) and len(outs) != shape[0]:
+        raise InvalidRoutingError(f"out has {len(outs)} arrays for {shape[0]} layers")
+    for out in outs:
+        if out.shape != each or out.dtype != dtype:
+            raise InvalidRoutingError(f"out is {out.shape} {out.dtype}, expected {each} {np.dtype(dtype)}")
 
 
 def _apart(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
