@@ -311,24 +311,24 @@ class Reader:
         """The same while the tombstones are being listed: with those known before, and again where the fresh ones differ."""
         known = view.tombstones
         snapshot = Snapshot({}, known, {})
-        loaded = used = False
-        failed: Exception | None = None
+        loaded = False
         results: list[_R] = []
+        failed: Exception | None = None
         try:
             self._load(listed, snapshot, keep_open=False)
             loaded = True
             if early:
-                used = True
                 results.append(use(snapshot))
         except Exception as error:  # noqa: BLE001 -- the fresh tombstones decide whether it is one
             failed = error
         fresh = view.settle()
-        if fresh is known or (loaded and used and snapshot.stands_under(fresh) and snapshot.is_alike_under(fresh)):
+        stands = loaded and snapshot.stands_under(fresh)
+        if fresh is known or (early and stands and snapshot.is_alike_under(fresh)):
             if failed is not None:
                 raise failed
-            if results:
+            if early:
                 return results[0]
-        elif not (loaded and snapshot.stands_under(fresh)):
+        elif not stands:
             return self._use(view, listed, use)
         snapshot.tombstones = fresh
         return use(snapshot)
