@@ -186,7 +186,7 @@ def _open(start: Mapping[str, Any]) -> Publisher:
     except DatasetNotFoundError:
         if spec is None:
             raise
-        create_dataset(start["uri"], spec, storage_options=options)
+        create_dataset(start["uri"], spec, keep=start["keep"], storage_options=options)
         dataset = read_format(storage)
     if spec is not None and spec != dataset.spec:
         raise SpecMismatchError(

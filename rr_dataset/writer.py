@@ -53,9 +53,15 @@ class RoutingWriter:
     """
 
     def __init__(
-        self, uri: str | os.PathLike[str], options: WriterOptions | None = None, create: RoutingSpec | None = None
+        self,
+        uri: str | os.PathLike[str],
+        options: WriterOptions | None = None,
+        create: RoutingSpec | None = None,
+        keep: str = "all",
     ) -> None:
         """Open the dataset at `uri` through a worker process; with `create`, make it first if there is none.
+
+        keep: that of `create_dataset`, of a dataset which is made.
 
         Raises DatasetNotFoundError, SpecMismatchError (there is a dataset with another spec than `create`),
         InvalidInputError (also when `create` finds a folder that holds something else), SpoolUnavailableError, or WorkerError.
@@ -84,17 +90,18 @@ class RoutingWriter:
             sync=self.options.spool_sync,
         )
         try:
-            self._supervisor = self._start_worker(address, create)
+            self._supervisor = self._start_worker(address, create, keep)
         except BaseException:
             self._spool.close(remove=True)
             raise
         _open_writers.add(self)
 
-    def _start_worker(self, uri: str, create: RoutingSpec | None) -> Supervisor:
+    def _start_worker(self, uri: str, create: RoutingSpec | None, keep: str) -> Supervisor:
         start = {
             "uri": uri if "://" in uri else str(Path(uri).absolute()),
             "storage_options": dict(self.options.storage_options),
             "create": None if create is None else create.to_dict(),
+            "keep": keep,
             "writer": self.writer_id,
             "compression": self.options.compression,
             "nice": self.options.worker_nice,

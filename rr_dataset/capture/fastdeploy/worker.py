@@ -1,0 +1,239 @@
+"""FastDeploy's tree whose routing manager lives in the worker: register, positions, host cache, put when finished."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rr_dataset.capture.capturer import StepCapturer
+from rr_dataset.capture.fastdeploy.config import open_writer
+from rr_dataset.capture.fastdeploy.ids import record_id_of
+from rr_dataset.capture.fastdeploy.shared import open_table, table_name
+from rr_dataset.capture.manager import Finished, RoutingCapture
+from rr_dataset.capture.watcher import BlockWatcher
+from rr_dataset.errors import InvalidInputError
+from rr_dataset.record import RoutingSpec
+from rr_dataset.writer import RoutingWriter
+
+SUSPEND = "FD_SUSPEND_ROUTING_REPLAY"  # FastDeploy's environment variable
+FOREIGN = "foreign request ids"
+UNSEEN_END = "its end was not seen"
+
+Positions = list[npt.NDArray[np.int64]]
+
+
+class RoutingReplayManager:
+    """The hooks of a worker. On tensor-parallel ranks but the first every call returns at once.
+
+    A caller's fault never raises into serving: it is logged and counted in `capture.stats()`.
+    """
+
+    def __init__(
+        self, fd_config: Any, block_table: Any, total_block_num: int, writer: RoutingWriter | None = None
+    ) -> None:
+        """block_table: [max_num_seqs, blocks of a request], a tensor that the worker keeps up to date.
+
+        writer: one that is open already; else that of the config is opened, and closed by `close`.
+        """
+        self.tp_rank: int = fd_config.parallel_config.tensor_parallel_rank
+        self.max_num_seqs: int = fd_config.scheduler_config.max_num_seqs
+        self.block_table = block_table
+        self.counts: Counter[str] = Counter()
+        self.routing_batch_to_request: dict[int, str] = {}  # the record's id, "" of a foreign request
+        self._fed = np.zeros(self.max_num_seqs, np.int64)
+        self._slots: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._own = writer is None
+        self.writer = writer or (open_writer(fd_config) if self.tp_rank == 0 else None)
+        if self.writer is None:
+            self.spec = RoutingSpec.from_config(fd_config.model_config)
+            self.capture = None
+            return
+        self.spec = self.writer.dataset.spec
+        size = fd_config.cache_config.block_size
+        self.table = open_table(
+            table_name(fd_config), total_block_num, size, self.spec.num_layers, self.spec.top_k, self.spec.dtype
+        )
+        longest: int = fd_config.model_config.max_model_len
+        self._watcher = BlockWatcher(self.table, self.max_num_seqs, max(int(block_table.shape[1]), -(-longest // size)))
+        self._capturer = StepCapturer(
+            self.table,
+            self.spec,
+            max_step_tokens(fd_config),
+            debug=bool(getattr(fd_config.routing_replay_config, "debug_mode", False)),
+        )
+        self.capture = RoutingCapture(self.writer, self.table, self._capturer)
+
+    # ---- the forward
+
+    def get_routing_table(self) -> RoutingReplayManager:
+        """What `save_routing_to_buffer` writes to."""
+        return self
+
+    def save(self, topk_ids: Any, layer_idx: int, num_tokens: int) -> None:
+        """Keep what a layer chose; layer_idx counts from the first MoE layer, dense ones between included."""
+        if self.capture is not None:
+            self.capture.record(self.spec.moe_layers[0] + layer_idx, topk_ids, num_tokens)
+
+    # ---- requests
+
+    def register_request(self, batch_id: int, request_id: str) -> None:
+        """A request begins in a row of the batch; chunks of its prefill repeat this."""
+        record_id = record_id_of(request_id) or ""
+        before = self.routing_batch_to_request.get(batch_id)
+        if self.capture is None or before == record_id != "":
+            return
+        if before:
+            self.counts[UNSEEN_END] += 1
+            self.capture.abort(before, reason=UNSEEN_END)
+        self._forget(batch_id)
+        self.routing_batch_to_request[batch_id] = record_id
+        if record_id:
+            self.capture.register(record_id)
+        elif before is None:
+            self.counts[FOREIGN] += 1
+
+    def clear_request(self, batch_id: int) -> None:
+        """A request was preempted: what the model chose for it so far is stored, and it goes on when it is registered again."""
+        record_id = self.routing_batch_to_request.pop(batch_id, "")
+        if self.capture is not None and record_id:
+            self.capture.preempt(record_id, self._blocks()[batch_id], int(self._fed[batch_id]))
+        self._forget(batch_id)
+
+    def clear_all_request(self) -> None:
+        """The engine forgets its requests and its cache; those in flight leave a drop row each."""
+        self.routing_batch_to_request = {}
+        if self.capture is not None:
+            self._watcher.forget(slice(None))
+            self._fed[:] = 0
+            self.capture.reset()
+
+    def update_suspend_routing_replay(self) -> None:
+        """Suspend or resume as the environment says; what is fed meanwhile is missing."""
+        if self.capture is not None:
+            if os.environ.get(SUSPEND, "0") not in ("", "0"):
+                self.capture.suspend()
+            else:
+                self.capture.resume()
+
+    # ---- steps
+
+    def get_token_positions(self, seq_lens_decoder: Any, seq_lens_this_time: Any) -> Positions:
+        """Before the forward: the positions each row of the batch feeds. Blocks that get new content are recycled here."""
+        starts, counts = _flat(seq_lens_decoder), _flat(seq_lens_this_time)
+        positions = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        if self.capture is not None:
+            self._capturer.skip()  # what dummy and profile runs have recorded
+            rows = np.repeat(np.arange(len(positions)), counts)
+            found = self.capture.faults.attempt(
+                "get_token_positions", self._watcher.slots, self._blocks(), rows, np.concatenate(positions)
+            )
+            self._slots = np.full(len(rows), -1, np.int64) if found is None else found
+            fed = starts + counts
+            self._fed[: len(fed)][counts > 0] = fed[counts > 0]
+        return positions
+
+    def compute_slot_mapping(self, positions: Positions) -> Positions:
+        """The slots of the positions that were fed, for each row of the batch."""
+        if self.capture is None or sum(len(each) for each in positions) != len(self._slots):
+            return [np.empty(0, np.int64) for _ in positions]
+        return np.split(self._slots, np.cumsum([len(each) for each in positions])[:-1])
+
+    def update_host_cache(self, positions: Positions, slot_mapping: Positions) -> None:
+        """After the forward: its rows into the table, by slot."""
+        if self.capture is not None and any(len(each) for each in slot_mapping):
+            self.capture.step(np.concatenate(slot_mapping), np.concatenate(positions))
+            self.capture.flush()
+
+    def put_finished_batch(self, finished_batch_ids: Any, seq_lens_decoder: Any) -> None:
+        """Requests end: each becomes one record, gathered straight into the spool. Call it before their blocks are given away.
+
+        finished_batch_ids: a flag for each row of the batch. seq_lens_decoder: how long each is; rows that were never fed are
+            missing, and where it says 0 the length is what was fed.
+        """
+        if self.capture is None:
+            return
+        lengths, blocks = _flat(seq_lens_decoder), None
+        ended: list[Finished] = []
+        for batch_id in np.flatnonzero(_flat(finished_batch_ids)).tolist():
+            record_id = self.routing_batch_to_request.pop(batch_id, None)
+            if record_id is None:
+                self.capture.faults.tell(
+                    "put_finished_batch",
+                    InvalidInputError(f"row {batch_id} of the batch ended, which no request was registered in"),
+                )
+            elif record_id:
+                blocks = self._blocks() if blocks is None else blocks
+                length = int(lengths[batch_id]) or int(self._fed[batch_id])
+                fed = min(int(self._fed[batch_id]), length)
+                ended.append(Finished(record_id, np.array(blocks[batch_id]), fed, num_tokens=length))
+            self._forget(batch_id)
+        if ended:
+            self.capture.finish_many(ended)
+
+    def close(self) -> None:
+        """Requests in flight leave a drop row; everything else becomes durable. Raises what `RoutingWriter.close` raises."""
+        if self.capture is not None:
+            self.capture.close()
+            self.table.close()
+        if self._own and self.writer is not None:
+            self.writer.close()
+
+    def _blocks(self) -> npt.NDArray[Any]:
+        table = self.block_table
+        return np.asarray(table if isinstance(table, np.ndarray) else table.numpy())
+
+    def _forget(self, batch_id: int) -> None:
+        if self.capture is not None:
+            self._watcher.forget(batch_id)
+            self._fed[batch_id] = 0
+
+
+def initialize_routing_replay_manager(
+    fd_config: Any, block_table: Any, total_block_num: int
+) -> RoutingReplayManager | None:
+    """The manager, if the config wants one. Call it after the KV cache was made."""
+    wanted = fd_config.routing_replay_config.enable_routing_replay
+    return RoutingReplayManager(fd_config, block_table, total_block_num) if wanted else None
+
+
+def save_routing_to_buffer(
+    routing_replay_table: RoutingReplayManager,
+    topk_ids: Any,
+    batch_id_per_token: Any,
+    seq_lens_decoder: Any,  # noqa: ARG001 - FastDeploy's; rows lie in the order of the step, and positions come with it
+    cu_seqlens_q: Any,  # noqa: ARG001
+    layer_idx: int,
+    tp_size: int,
+    ep_size: int,
+    tp_group: Any,
+) -> None:
+    """In the forward of a MoE layer; topk_ids: [tokens, top_k]. Where experts are parallel beside tensors, all ranks call it."""
+    num_tokens = int(batch_id_per_token.shape[0])
+    routing_replay_table.save(gathered(topk_ids, tp_size, ep_size, tp_group), layer_idx, num_tokens)
+
+
+def max_step_tokens(fd_config: Any) -> int:
+    """The most tokens that one step feeds."""
+    most = getattr(fd_config, "get_max_chunk_tokens", None)
+    return int(fd_config.scheduler_config.max_num_batched_tokens if most is None else most())
+
+
+def gathered(topk_ids: Any, tp_size: int, ep_size: int, tp_group: Any) -> Any:
+    """[tokens, top_k] of all tensor-parallel ranks, in their order, where each has only its share."""
+    if tp_size <= 1 or ep_size <= 1 or not topk_ids.shape[0]:
+        return topk_ids
+    paddle = import_module("paddle")
+    everything = paddle.zeros([topk_ids.shape[0] * tp_size, topk_ids.shape[1]], dtype=topk_ids.dtype)
+    paddle.distributed.all_gather(everything, topk_ids, tp_group)
+    return everything
+
+
+def _flat(value: Any) -> npt.NDArray[np.int64]:
+    """Lengths or flags, [n, 1] or [n], on any device."""
+    plain = value if isinstance(value, (np.ndarray, list, tuple)) else value.numpy()
+    return np.asarray(plain).reshape(-1).astype(np.int64)
