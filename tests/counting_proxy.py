@@ -45,14 +45,14 @@ class Request:
         return unquote(self.target.partition("?")[0])
 
 
-FaultKind = Literal["status", "delay", "reset_before", "reset_after", "half"]
+FaultKind = Literal["status", "delay", "late", "reset_before", "reset_after", "half"]
 
 
 @dataclass
 class Fault:
     """What happens to requests that match: a number of times, after a number of them went through.
 
-    kind: "status": answered with `status` and `code` or `body`, never forwarded. "delay": forwarded `delay_s` later.
+    kind: "status": answered with `status` and `code` or `body`, never forwarded. "delay": forwarded `delay_s` later. "late": answered `delay_s` later.
     "reset_before": the connection is reset, nothing forwarded. "reset_after": reset after the server has done it.
     "half": half of the answer's body, then the connection is reset.
     """
@@ -158,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.kind == "delay":
             time.sleep(fault.delay_s)
             fault = None
-        if fault is None or fault.kind in ("reset_after", "half"):
+        if fault is None or fault.kind in ("reset_after", "half", "late"):
             status, headers, answer = self._ask(body)
         elif fault.kind == "status":
             text = (
@@ -168,6 +168,11 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.kind in ("reset_before", "reset_after"):
             self._log(0, body, b"")
             self._reset()
+            return
+        if fault is not None and fault.kind == "late":
+            self._log(0, body, b"")
+            time.sleep(fault.delay_s)
+            self._answer(status, headers, answer, answer)
             return
         sent = answer[: len(answer) // 2] if fault is not None and fault.kind == "half" else answer
         self._log(status, body, sent)

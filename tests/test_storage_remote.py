@@ -55,7 +55,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.fixture
 def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (remote, s3fs_client, obstore_client):
-        monkeypatch.setattr(module, "ANSWER_S", 1.0)
+        monkeypatch.setattr(module, "ANSWER_S", 0.8)
 
 
 # What a call costs
@@ -114,14 +114,13 @@ def test_a_long_run_is_read_in_pieces(
     assert proxy.counts() == {"HEAD": 1, "GET": 4}
 
 
-def test_a_listing_is_asked_for_in_pages_and_never_kept(
-    storage: Storage, medium: S3Medium, proxy: CountingProxy
-) -> None:
+def test_a_listing_is_never_kept(storage: Storage, medium: S3Medium, proxy: CountingProxy) -> None:
     for number in range(3):
         storage.create(f"data_id={number}/1.arrow", b"", staging=WRITER)
         assert len(storage.list_dirs("")) == number + 1
     medium.drop("data_id=0/1.arrow")
-    assert sorted(storage.list_dirs("")) == ["data_id=1", "data_id=2"]
+    assert storage.list("data_id=0") == []
+    assert proxy.counts() == {"PUT": 3, "GET": 4}
 
 
 def test_markers_of_others_are_no_objects(storage: Storage, medium: S3Medium) -> None:
@@ -225,18 +224,34 @@ def test_a_fault_that_stays_is_said(
         assert len(proxy.requests()) <= 4 * remote.TRIES
 
 
-def test_a_create_without_an_answer_is_settled_by_looking(
+def test_a_create_that_hangs_is_looked_for_then_said(
     storage: Storage, medium: S3Medium, proxy: CountingProxy, in_a_hurry: None
 ) -> None:
     storage.list("")
     proxy.add(Fault("delay", method="PUT", delay_s=2.5, times=1))
+    with pytest.raises(StorageError, match="in time"):
+        storage.create("o", b"abc", staging=WRITER)
+    assert proxy.counts()["HEAD"] == 1
     assert storage.create("o", b"abc", staging=WRITER) in (True, False)
     assert medium.get("o") == b"abc"
 
 
+def test_a_create_whose_answer_comes_too_late_is_found(
+    storage: Storage, medium: S3Medium, proxy: CountingProxy, in_a_hurry: None
+) -> None:
+    storage.list("")
+    proxy.add(Fault("late", method="PUT", delay_s=2.5, times=1))
+    assert storage.create("o", b"abc", staging=WRITER) is True
+    assert proxy.counts() == {"GET": 1, "PUT": 1, "HEAD": 1}
+
+
 def test_a_server_that_never_answers_ends_in_time(storage: Storage, proxy: CountingProxy, in_a_hurry: None) -> None:
     proxy.add(Fault("delay", delay_s=4, times=1000))
-    for call in (lambda: storage.create("o", b"abc", staging=WRITER), lambda: storage.open("o")):
+    for call in (
+        lambda: storage.create("o", b"abc", staging=WRITER),
+        lambda: storage.open("o"),
+        lambda: storage.list(""),
+    ):
         with pytest.raises(StorageError, match="in time") as caught:
             call()
         assert isinstance(caught.value, OSError)

@@ -1,4 +1,7 @@
-"""S3 through obstore, whose requests run outside Python. It is of no use in a forked child: see `connect`."""
+"""S3 through obstore, whose requests run outside Python. It is of no use in a forked child: see `connect`.
+
+Seen on the wire: every PUT carries x-amz-content-sha256, signed, so S3 refuses a body that changed on the way.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,28 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from rr_dataset.storage.aws import account
-from rr_dataset.storage.client import ANSWER_S, Client, Found, Kind, Listing, Part, RequestFailed, Upload
+from rr_dataset.storage.client import (
+    ANSWER_S,
+    REQUESTS_AT_ONCE,
+    Client,
+    Found,
+    Kind,
+    Listing,
+    Part,
+    RequestFailed,
+    Upload,
+)
 from rr_dataset.storage.connect import S3Options
 from rr_dataset.storage.s3fs_client import SINGLE_BYTES, S3fsClient
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
-_SAID = {"error sending request": Kind.UNREACHABLE, "Received redirect without LOCATION": Kind.WRONG_REGION}
+_SAID = {
+    "operation timed out": Kind.TIMEOUT,
+    "TimedOut": Kind.TIMEOUT,
+    "error sending request": Kind.UNREACHABLE,
+    "Received redirect without LOCATION": Kind.WRONG_REGION,
+}
 
 
 class _Errors:
@@ -54,19 +72,24 @@ class ObstoreClient:
             signing = {"credential_provider": at.frozen}
         if at.endpoint_url:
             signing["endpoint"] = signing["aws_endpoint_url_s3"] = at.endpoint_url
-        self._store = S3Store(
-            bucket,
-            region=at.region,
-            virtual_hosted_style_request=not at.path_style,
-            client_options={
-                "allow_http": True,
-                "connect_timeout": timedelta(seconds=ANSWER_S),
-                "timeout": timedelta(hours=1),  # the caller counts
-                "pool_max_idle_per_host": "64",
-            },
-            retry_config={"max_retries": 0},
-            **signing,
-        )
+
+        def store(timeout: timedelta) -> S3Store:
+            return S3Store(
+                bucket,
+                region=at.region,
+                virtual_hosted_style_request=not at.path_style,
+                client_options={
+                    "allow_http": True,
+                    "connect_timeout": timedelta(seconds=ANSWER_S),
+                    "timeout": timeout,
+                    "pool_max_idle_per_host": str(REQUESTS_AT_ONCE),
+                },
+                retry_config={"max_retries": 0},
+                **signing,
+            )
+
+        self._store = store(timedelta(hours=1))  # for bodies of any length: the caller counts
+        self._brief = store(timedelta(seconds=ANSWER_S))  # a page of a listing each
         self._make_s3fs: Callable[[], Client] = lambda: S3fsClient(bucket, options)
         self._s3fs: Client | None = None
 
@@ -99,19 +122,19 @@ class ObstoreClient:
     async def head(self, key: str) -> Found:
         """One HEAD."""
         with _Errors():
-            return _found(await obstore.head_async(self._store, key))
+            return _found(await obstore.head_async(self._brief, key))
 
     async def list(self, prefix: str) -> Listing:
         """A request per thousand names."""
         with _Errors():
-            listed = await obstore.list_with_delimiter_async(self._store, prefix)
+            listed = await obstore.list_with_delimiter_async(self._brief, prefix)
         return [_found(each) for each in listed["objects"]], listed["common_prefixes"]
 
     async def delete(self, keys: Sequence[str]) -> Sequence[str]:
         """One POST; obstore tells only the first key that failed, so then none is sure."""
         try:
             with _Errors():
-                await obstore.delete_async(self._store, list(keys))
+                await obstore.delete_async(self._brief, list(keys))
         except RequestFailed as failed:
             if failed.kind in (Kind.SERVER, Kind.REFUSED):
                 return keys

@@ -44,10 +44,15 @@ _T = TypeVar("_T")
 
 TRIES = 3  # of one request; who publishes or reads tries again above
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 1.0  # before the second, twice as long before each further one, give or take a half
-CONFLICT_TRIES = 8  # creators of one name get in each other's way for a moment
+_CREATE_TRIES = {
+    Kind.CONFLICT: 8,  # creators of one name get in each other's way for a moment
+    Kind.TIMEOUT: 1,  # sending all of it again would only make the caller wait longer for the news
+}
 CREATE_S = MARGIN_S / 2  # no create may take as long as the margin
 LOOK_BYTES = 16 << 20  # a name that is taken is found before so much is sent
 PIECE_BYTES = 8 << 20  # a longer range is read as several side by side
+# The layers of small records lie closer together and come in one request; a layer of a large one that nobody asked for
+# is left out. At 50 to 100 MB/s a connection reads so much in 3 to 5 ms, less than a round trip to a store in the region.
 MAX_GAP_BYTES = 256 << 10
 _NO_SUCH_PARTS = frozenset(("", ".", ".."))
 _UPLOADS_DIR = f"{STAGING_DIR}/uploads"  # unfinished multipart uploads, shown there to who collects garbage
@@ -71,7 +76,7 @@ class RemoteStorage:
         self._base = f"{path}/" if path else ""
         self._options = dict(options)
         self._connect = connect(self._scheme, bucket, self._options)
-        self._connection: tuple[int, Client] | None = None
+        self._connection: tuple[int, Client, asyncio.Semaphore] | None = None
 
     @property
     def uri(self) -> str:
@@ -125,7 +130,7 @@ class RemoteStorage:
         self._key(staging)
         buffers = [data] if isinstance(data, (bytes, bytearray, memoryview)) else data
         views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-        return self._run(path, asyncio.wait_for(self._create(key, views), CREATE_S))
+        return self._run(path, self._create(key, views))
 
     def sync_dirs(self, paths: Iterable[str]) -> None:
         """What has a name has it for good."""
@@ -139,9 +144,7 @@ class RemoteStorage:
             self._abort(sorted(uploads))
         keys = [self._key(path) for path in paths if path not in uploads]
         batches = [keys[at : at + DELETE_KEYS] for at in range(0, len(keys), DELETE_KEYS)]
-        left = [
-            key for some in self._run("", self._gathered([self._delete(batch) for batch in batches])) for key in some
-        ]
+        left = [key for some in self._run("", self._gathered(self._delete(batch) for batch in batches)) for key in some]
         if left:
             some = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
             raise StorageError(errno.EIO, f"{len(left)} of {len(keys)} objects are still there: {some}", self.uri)
@@ -159,7 +162,7 @@ class RemoteStorage:
         async def one(number: int, start: int, stop: int) -> None:
             take(number, await self._tried(lambda client: client.get(key, start, stop, etag), stop - start))
 
-        self._run(path, self._gathered([one(number, *piece) for number, piece in enumerate(pieces)]))
+        self._run(path, self._gathered(one(number, *piece) for number, piece in enumerate(pieces)))
 
     def _uploads(self) -> Entries:
         uploads = self._run(_UPLOADS_DIR, self._tried(lambda client: client.uploads(self._base)))
@@ -174,7 +177,7 @@ class RemoteStorage:
         async def abort(upload: Upload) -> None:
             await self._tried(lambda client: client.abort(upload))
 
-        self._run(_UPLOADS_DIR, self._gathered([abort(upload) for upload in uploads]))
+        self._run(_UPLOADS_DIR, self._gathered(abort(upload) for upload in uploads))
 
     def _listed(self, path: str) -> Listing:
         prefix = self._key(path, root=True)
@@ -185,11 +188,14 @@ class RemoteStorage:
         return ours, [each for each in prefixes if each.rpartition("/")[2] not in marks]
 
     async def _create(self, key: str, data: Sequence[memoryview]) -> bool:
+        return await asyncio.wait_for(self._made(key, data), CREATE_S)
+
+    async def _made(self, key: str, data: Sequence[memoryview]) -> bool:
         size = sum([view.nbytes for view in data])
         if size > LOOK_BYTES and await self._look(key) is not None:
             return False
         unclear = False
-        for attempt in range(CONFLICT_TRIES):
+        for attempt in range(max(_CREATE_TRIES.values())):
             try:
                 made = await self._once(
                     lambda client: client.put_new(key, data, size), ANSWER_S + size / SLOWEST_BYTES_S
@@ -198,10 +204,8 @@ class RemoteStorage:
                 if failed.kind in AMBIGUOUS:
                     unclear = True
                     with suppress(RequestFailed):  # what went wrong first says more
-                        if (found := await self._look(key)) is not None:
-                            return found.size == size
-                last = (CONFLICT_TRIES if failed.kind is Kind.CONFLICT else TRIES) - 1
-                if failed.kind not in PASSING or attempt >= last:
+                        return (await self._once(lambda client: client.head(key), ANSWER_S)).size == size
+                if failed.kind not in PASSING or attempt + 1 >= _CREATE_TRIES.get(failed.kind, TRIES):
                     raise
                 await _pause(attempt)
             else:
@@ -226,7 +230,7 @@ class RemoteStorage:
             if not keys:
                 return keys
             await _pause(attempt)
-        found = await self._gathered([self._look(key) for key in keys])
+        found = await self._gathered(self._look(key) for key in keys)
         return [each.key for each in found if each is not None]
 
     async def _tried(self, call: Callable[[Client], Awaitable[_T]], size: int = 0, patience: float = 1) -> _T:
@@ -236,26 +240,22 @@ class RemoteStorage:
             try:
                 return await self._once(call, timeout_s)
             except RequestFailed as failed:
-                if failed.kind not in PASSING:
+                if failed.kind not in PASSING or (failed.kind is Kind.TIMEOUT and attempt):
                     raise
                 await _pause(attempt)
         return await self._once(call, timeout_s)
 
     async def _once(self, call: Callable[[Client], Awaitable[_T]], timeout_s: float) -> _T:
+        client, room = self._client()
         try:
-            return await asyncio.wait_for(call(self._client()), timeout_s)
+            async with room:
+                return await asyncio.wait_for(call(client), timeout_s)
         except asyncio.TimeoutError:
             raise RequestFailed(Kind.TIMEOUT, f"no answer within {timeout_s:.0f} s") from None
 
-    async def _gathered(self, calls: Sequence[Coroutine[Any, Any, _T]]) -> Sequence[_T]:
+    async def _gathered(self, calls: Iterable[Coroutine[Any, Any, _T]]) -> Sequence[_T]:
         """The results of all; the first failure ends the others."""
-        room = asyncio.Semaphore(REQUESTS_AT_ONCE)
-
-        async def bounded(call: Coroutine[Any, Any, _T]) -> _T:
-            async with room:
-                return await call
-
-        tasks = [asyncio.ensure_future(bounded(call)) for call in calls]
+        tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             return await asyncio.gather(*tasks)
         except BaseException:
@@ -264,29 +264,28 @@ class RemoteStorage:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    def _client(self) -> Client:
-        """This process's. Threads that come at once may make two, of which one is left to the garbage collector."""
+    def _client(self) -> tuple[Client, asyncio.Semaphore]:
+        """This process's, and the room that its requests share."""
         connection = self._connection
         if connection is None or connection[0] != os.getpid():
-            self._connection = connection = (os.getpid(), self._connect())
-        return connection[1]
+            self._connection = connection = (os.getpid(), self._connect(), asyncio.Semaphore(REQUESTS_AT_ONCE))
+        return connection[1:]
 
     def _run(self, path: str, call: Coroutine[Any, Any, _T]) -> _T:
+        future = None
         try:
             self._client()  # in this thread: it may have to ask for credentials
             future = asyncio.run_coroutine_threadsafe(call, get_loop())
-        except BaseException:
-            call.close()
-            raise
-        try:
             return future.result()
         except RequestFailed as failed:
             raise storage_error(failed, self._address(path)) from failed
         except (asyncio.TimeoutError, TimeoutError) as late:
-            raise StorageError(errno.ETIMEDOUT, Kind.TIMEOUT.text, self._address(path)) from late
-        except BaseException:
-            future.cancel()
-            raise
+            raise StorageError(Kind.TIMEOUT.code, Kind.TIMEOUT.text, self._address(path)) from late
+        finally:
+            if future is None:
+                call.close()
+            else:
+                future.cancel()  # where Ctrl-C came; of one that is done it does nothing
 
     def _address(self, path: str) -> str:
         return f"{self.uri}/{path}" if path else self.uri

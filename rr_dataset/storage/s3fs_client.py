@@ -1,4 +1,8 @@
-"""S3 through s3fs: its session and event loop, and single requests of the client below it."""
+"""S3 through s3fs: its session and event loop, and single requests of the client below it.
+
+Seen on the wire: every PUT and every part carries x-amz-checksum-crc32 of its body, and If-None-Match stands at the PUT or
+at the completion of the upload.
+"""
 
 from __future__ import annotations
 
