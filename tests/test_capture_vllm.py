@@ -42,6 +42,11 @@ class SplitRequestOutput(RequestOutput):
     prompt_routed_experts: Any = field(default=None)
 
 
+class Hostile:
+    def __getattr__(self, name: str) -> Any:
+        raise ZeroDivisionError(name)
+
+
 @pytest.fixture
 def run() -> Run:
     return make_run(SPEC, 5, [11, 12, 13], [21, 22, 23, 24], np.random.default_rng(0))
@@ -132,6 +137,8 @@ def test_two_parts_of_0_21(writer: rr.RoutingWriter, tmp_path: Path, run: Run) -
         SplitRequestOutput(run.prompt, [CompletionOutput(0, run.output, None)], prompt_routed_experts=sent[:3]),
     )
     hook.on_finished("c:0:0:0", wire.vllm_split(run))
+    hook.on_finished("d:0:0:0", SplitRequestOutput(run.prompt, outputs))
+    hook.on_finished("e:0:0:0", SplitRequestOutput(run.prompt, newest(run).outputs))
     dataset = stored(writer, tmp_path)
     record = dataset.get("a:0:0:0")
     np.testing.assert_array_equal(record.to_numpy("TLK")[2:], run.moe[2:-1])
@@ -139,6 +146,12 @@ def test_two_parts_of_0_21(writer: rr.RoutingWriter, tmp_path: Path, run: Run) -
     record = dataset.get("b:0:0:0")
     assert (record.num_tokens, record.status) == (3, "preempted")
     np.testing.assert_array_equal(dataset.get("c:0:0:0").to_numpy("TLK"), run.moe[:-1])
+    record = dataset.get("d:0:0:0")
+    assert record.missing == ((0, 3),)
+    np.testing.assert_array_equal(record.to_numpy("TLK")[3:], run.moe[3:-1])
+    np.testing.assert_array_equal(
+        dataset.get("e:0:0:0").to_numpy("TLK"), run.moe[:-1]
+    )  # newest, whose class kept the name
 
 
 def test_json_of_a_server(writer: rr.RoutingWriter, tmp_path: Path, run: Run) -> None:
@@ -151,7 +164,7 @@ def test_json_of_a_server(writer: rr.RoutingWriter, tmp_path: Path, run: Run) ->
 
 
 def test_nothing_reaches_serving(writer: rr.RoutingWriter, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    outputs: list[Any] = [None, 7, {}, RequestOutput([1], None), RequestOutput([1], [None])]  # type: ignore[arg-type, list-item]
+    outputs: list[Any] = [None, 7, {}, RequestOutput([1], None), RequestOutput([1], [None]), Hostile()]  # type: ignore[arg-type, list-item]
     outputs.append(RequestOutput(["x"], [CompletionOutput(0, [1], 3)]))  # type: ignore[list-item]
     hook = VllmRoutingHook(writer)
     with caplog.at_level(logging.WARNING, logger="rr_dataset"):

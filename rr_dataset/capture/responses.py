@@ -26,21 +26,31 @@ class ResponseHook:
         self._num_hidden_layers = num_hidden_layers
         self.faults = Faults(strict=strict)
 
-    def put(
-        self, contract: str, request_id: str, response: Any, tags: Mapping[str, str] | None = None, **facts: Any
+    def _look(self, response: Any, token_start: int | None) -> tuple[str, bool]:
+        """The contract that a response follows, and whether it begins after the first token."""
+        raise NotImplementedError
+
+    def _put(
+        self, request_id: str, response: Any, token_start: int | None, tags: Mapping[str, str] | None, **facts: Any
     ) -> list[Receipt]:
         """Put every sample of a response; their receipts, also of drops, in order.
 
         facts: what `rr_dataset.contracts.decode` takes. Several samples are `<request_id>#<index>`.
         """
-        part = bool(facts.get("token_start"))  # then a drop leaves what came before
+        part = bool(token_start)  # then a drop leaves what came before
         errors: list[Exception] = []
         decoded: list[Decoded] = []
         receipts: list[Receipt] = []
         try:
-            spec = self._writer.dataset.spec
+            contract, part = self._look(response, token_start)
             decoded = decode(
-                contract, response, spec, num_hidden_layers=self._num_hidden_layers, keep_errors=True, **facts
+                contract,
+                response,
+                self._writer.dataset.spec,
+                num_hidden_layers=self._num_hidden_layers,
+                token_start=token_start,
+                keep_errors=True,
+                **facts,
             )
         except Exception as error:  # noqa: BLE001 - whatever the engine handed over, it goes on
             errors.append(error)

@@ -36,14 +36,10 @@ class SglangRoutingHook(ResponseHook):
         prompt_token_ids: the `input_ids` of the request, which the answer leaves out; without them no token ids are stored.
         token_start: the request's `routed_experts_start_len`, where `meta_info` does not repeat it.
         """
-        if token_start is None:
-            token_start = field(field(output, "meta_info") or output, "routed_experts_start_len")
-        return self.put(
-            "sglang",
-            request_id,
-            output,
-            tags,
-            prompt_token_ids=prompt_token_ids,
-            token_start=token_start,
-            weight_version=weight_version,
+        return self._put(
+            request_id, output, token_start, tags, prompt_token_ids=prompt_token_ids, weight_version=weight_version
         )
+
+    def _look(self, response: Any, token_start: int | None) -> tuple[str, bool]:
+        told = field(field(response, "meta_info") or response, "routed_experts_start_len")
+        return "sglang", bool(told if token_start is None else token_start)

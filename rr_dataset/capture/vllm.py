@@ -31,23 +31,28 @@ class VllmRoutingHook(ResponseHook):
         """Put the prompt and output rows of each choice as one record; the receipts, whose `ref` names the put.
 
         request_id: the rollout's id in the dataset's key scheme; with several choices `#n` is added to it.
-        output: a finished RequestOutput, or the parsed JSON of an answer. Where it has `prompt_routed_experts`, or says
-            None there, it is read as 0.21's.
+        output: a finished RequestOutput, or the parsed JSON of an answer. With `prompt_routed_experts` it is read as 0.21's, also
+            where that is None and a choice has rows of its output alone.
         token_start: the `routed_experts_prompt_start` of the request's sampling parameters.
         """
-        contract = "vllm-0.21" if _is_split(output) else "vllm"
-        facts = {"token_start": token_start} if contract == "vllm" else {}
-        return self.put(contract, request_id, output, tags, weight_version=weight_version, **facts)
+        return self._put(request_id, output, token_start, tags, weight_version=weight_version)
+
+    def _look(self, response: Any, token_start: int | None) -> tuple[str, bool]:
+        start = field(response, "routed_experts_prompt_start") if token_start is None else token_start
+        return ("vllm-0.21" if not start and _is_split(response) else "vllm"), bool(start)
 
 
 def _is_split(output: Any) -> bool:
-    """Whether prompt and choices come apart. A newest engine's choice is an array or a .npy that begins with the prompt."""
+    """Whether prompt and choices come apart, as in 0.21."""
     if field(output, "prompt_routed_experts") is not None:
         return True
-    named = (
+    if not (
         "prompt_routed_experts" in output if isinstance(output, Mapping) else hasattr(output, "prompt_routed_experts")
-    )
-    return named and not any(
-        isinstance(field(choice, "routed_experts"), (str, bytes))
-        for choice in field(output, "choices", "outputs") or ()
-    )
+    ):
+        return False
+    choice = (field(output, "choices", "outputs") or [None])[0]
+    rows, ids = field(choice, "routed_experts"), field(choice, "token_ids")
+    if rows is None or isinstance(rows, (str, bytes)) or ids is None:
+        return False
+    whole = len(field(output, "prompt_token_ids") or ()) + len(ids) - 1  # what a newest engine has
+    return len(rows) <= len(ids) and len(rows) != whole
