@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from counting_proxy import CountingProxy
 from memory_store import RemoteMemory
 from stored import Stored
-from virtual_time import VirtualTime
+from virtual_time import Pool, VirtualTime
 
 import rr_dataset as rr
 from rr_dataset.layout import ShardName
 from rr_dataset.publish import publish_slab, publish_threads
+from rr_dataset.storage import open_storage
 from rr_dataset.tombstones import TombstoneCache
 
 SPEC = rr.RoutingSpec(tuple(range(3, 51)), num_experts=256, top_k=8)
 PREFIXES = 64
 PER_PREFIX = 64
 ACROSS = 160  # prefixes of the large delete
+
+
+class Rows:
+    """What `Stored.row` needs."""
+
+    def __init__(self, dataset: rr.RoutingDataset) -> None:
+        self.spec, self.keys, self._stamp = dataset.spec, dataset.keys, 0
 
 
 class Cost(NamedTuple):
@@ -165,8 +176,6 @@ def test_a_slab_of_forty_shards(world: World) -> None:
     rows = [world.stored.row(f"a{number}:1", 50) for number in range(40)]
     cache = TombstoneCache(world.stored.keys)
     fmt = world.stored.dataset.format
-    from virtual_time import Pool
-
     pool = Pool(world.time, publish_threads(world.store))  # type: ignore[arg-type]
     checks = []
 
@@ -223,3 +232,32 @@ def test_deep_deletes_read_indexes_side_by_side(world: World) -> None:
     ids = [f"a:{number}" for number in range(20)]
     # format, mark, listing, 20 indexes and the other marks; nothing goes
     assert world.cost(lambda: rr.delete("memory", ids=ids)) == Cost(4, 3 + 20 + 1)
+
+
+# ---- a real server
+
+
+def test_the_same_counts_on_a_real_server(s3: Any, s3_server: Any) -> None:
+    with CountingProxy.before(s3_server.port) as proxy:
+        options = {**s3.options, "endpoint_url": proxy.endpoint}
+
+        def requests(call: Callable[[], object]) -> int:
+            before = sum(proxy.counts().values())
+            call()
+            return sum(proxy.counts().values()) - before
+
+        dataset = rr.create_dataset(s3.uri, SPEC, storage_options=options, max_clock_skew_s=0)
+        source = Rows(dataset)
+        rows = [Stored.row(source, f"a{number}:1", 50) for number in range(8)]  # type: ignore[arg-type]
+        storage = open_storage(s3.uri, options)
+        with ThreadPoolExecutor(publish_threads(storage)) as pool:
+            cache = TombstoneCache(dataset.keys)
+            how: dict[str, Any] = {"writer": "a" * 16, "seq": 1, "rows": rows, "cache": cache, "pool": pool}
+            check = lambda: storage.read_bytes("_rr/format.json")  # noqa: E731
+            publish = partial(publish_slab, storage, dataset.format, check=check, now_ms=lambda: 0, **how)
+            assert requests(publish) == 8 + 4
+        reader = rr.open_dataset(s3.uri, storage_options=options)
+        assert requests(lambda: reader.get("a0:1")) == 4
+        assert requests(lambda: reader.get("a0:1")) == 3
+        assert requests(lambda: reader.heads([f"a{number}:1" for number in range(8)])) == 8 + 1 + 7
+        assert requests(lambda: rr.delete_prefix(s3.uri, "a0", options)) == 4

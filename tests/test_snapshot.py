@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from stored import Stored
 
 import rr_dataset as rr
 from rr_dataset import snapshot
-from rr_dataset.at_once import Workers
 from rr_dataset.layout import TOMBSTONE_DIR, parse_shard_name
 from rr_dataset.snapshot import IndexCache, Listed, Reader, Shard, Snapshot
 from rr_dataset.storage import Entry, Storage, open_storage
@@ -368,64 +366,6 @@ def test_the_index_cache_is_bounded_and_forgets_the_longest_unused(stored: Store
     assert cache.get(first.path, first.entry) is first
     assert cache.get(first.path, Entry(first.path, 1, 0.0)) is None
     IndexCache(limit_bytes=1).add(first)
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_items_are_worked_on_side_by_side_if_the_first_waits(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
-    """A clock in which the first takes 10 ms, of which it computes 1 or 9."""
-    clocks = {"perf_counter": iter([0.0, 0.010]), "thread_time": iter([0.0, 0.001 if waits else 0.009])}
-    for name, clock in clocks.items():
-        monkeypatch.setattr(time, name, clock.__next__)
-    threads: dict[int, int] = {}
-    together = threading.Barrier(3)
-
-    def work(item: int) -> None:
-        threads[item] = threading.get_ident()
-        if waits and item:
-            together.wait(60)
-
-    Workers(3).each_that_waits(work, range(4))
-    assert threads[0] == threading.get_ident()
-    assert len(set(threads.values())) == (3 if waits else 1)
-    assert sorted(threads) == [0, 1, 2, 3]
-
-
-def test_no_item_is_worked_on() -> None:
-    Workers(3).each_that_waits(lambda item: pytest.fail(f"{item}"), [])
-
-
-@pytest.mark.parametrize("at_once", [None, 1, 3, 100])
-def test_each_item_is_worked_on_once(at_once: int | None) -> None:
-    done: list[int] = []
-    Workers(4).each(done.append, range(1000), at_once)
-    assert sorted(done) == list(range(1000))
-
-
-def test_items_are_worked_on_side_by_side() -> None:
-    together = threading.Barrier(3, timeout=60)
-    Workers(4).each(lambda _: together.wait() and None, range(3), 3)
-
-
-def test_the_first_error_stops_the_rest_and_is_raised() -> None:
-    done: list[int] = []
-
-    def work(item: int) -> None:
-        done.append(item)
-        if item == 3:
-            raise KeyError(item)
-
-    with pytest.raises(KeyError):
-        Workers(1).each(work, range(100))
-    assert done == [0, 1, 2, 3]
-    with pytest.raises(KeyError):
-        Workers(4).each(work, range(100))
-
-
-def test_a_busy_pool_does_not_hold_up_the_caller() -> None:
-    workers = Workers(2)
-    inner: list[int] = []
-    workers.each(lambda _: workers.each(inner.append, range(50)), range(4))
-    assert len(inner) == 200
 
 
 def test_listed_carries_the_name(stored: Stored, reader: Reader) -> None:

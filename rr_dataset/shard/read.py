@@ -162,22 +162,24 @@ def _read(source: Source, wanted: list[tuple[int, memoryview]]) -> None:
     max_gap = source.max_gap_bytes
     trash = memoryview(bytearray(max_gap))
     runs: list[tuple[int, list[memoryview]]] = []
-    ends: list[int] = []
-    reaching: list[int] = []  # the runs that a target here may continue
-    run = -1
+    buffers: list[memoryview] = []
+    end = -1 - max_gap
+    others: list[tuple[int, list[memoryview]]] = []  # ends of earlier runs that a target here may still continue
     for at, target in wanted:
-        if run < 0 or not 0 <= at - ends[run] <= max_gap:
-            reaching = [i for i in reaching if at - ends[i] <= max_gap]
-            run = next((i for i in reaching if at >= ends[i]), len(runs))
-            if run == len(runs):
-                runs.append((at, []))
-                ends.append(at)
-                reaching.append(run)
-        buffers = runs[run][1]
-        if at > ends[run]:
-            buffers.append(trash[: at - ends[run]])
+        gap = at - end
+        if not 0 <= gap <= max_gap:
+            others = [other for other in [*others, (end, buffers)] if at - other[0] <= max_gap]
+            found = next((i for i, (stop, _) in enumerate(others) if stop <= at), None)
+            if found is None:
+                end, buffers = at, []
+                runs.append((at, buffers))
+            else:
+                end, buffers = others.pop(found)
+            gap = at - end
+        if gap:
+            buffers.append(trash[:gap])
         buffers.append(target)
-        ends[run] = at + len(target)
+        end = at + len(target)
     if runs:
         source.read_runs(runs)
 
