@@ -135,6 +135,60 @@ def test_weights_that_change_while_a_request_runs(
     assert record.missing == ((3, 4),)
 
 
+@pytest.mark.parametrize(
+    ("fed", "counted", "missing"),
+    [
+        pytest.param(5, 5, (), id="one token, or EOS at once: the prompt was fed, the answer never was"),
+        pytest.param(4, 4, (), id="EOS right after a block was allocated for it"),
+        pytest.param(4, 5, ((4, 5),), id="the same, and EOS is counted"),
+        pytest.param(1, 1, (), id="a prompt of one token"),
+        pytest.param(8, 9, ((8, 9),), id="maximum length: counted, and there is no block for it"),
+    ],
+)
+def test_ends(
+    capture: RoutingCapture,
+    table: SlotTable,
+    writer: rr.RoutingWriter,
+    root: Path,
+    prompt: str,
+    fed: int,
+    counted: int,
+    missing: tuple[tuple[int, int], ...],
+) -> None:
+    capture.register(f"{prompt}:0:0:0")
+    feed(capture, [2, 3], 0, rows(9, 8))
+    capture.finish(f"{prompt}:0:0:0", [2, 3], 8)  # whoever had the blocks before
+    table.recycle([2, 3])
+    capture.register(f"{prompt}:1:0:0")
+    given = rows(0, fed)
+    for start in range(0, fed, 3):
+        feed(capture, [2, 3], start, given[start : start + 3])
+    capture.finish(f"{prompt}:1:0:0", [2, 3], fed, "stop", list(range(counted + 1)), counted)
+    record = stored(writer, root, f"{prompt}:1:0:0")
+    assert (record.num_tokens, record.missing, record.status) == (counted, missing, "complete")
+    assert (record.to_numpy("TLK")[:fed] == given).all()
+    assert record.token_ids is not None
+    assert record.token_ids.tolist() == list(range(counted))
+
+
+def test_a_prefix_hit_has_the_rows_and_weights_of_the_request_that_filled_it(
+    capture: RoutingCapture, table: SlotTable, writer: rr.RoutingWriter, root: Path, prompt: str
+) -> None:
+    first, second = rows(0, 8), rows(1, 2)
+    capture.set_weight_version("w1")
+    capture.register(f"{prompt}:0:0:0")
+    feed(capture, [2, 3], 0, first)
+    capture.finish(f"{prompt}:0:0:0", [2, 3], 8)
+    capture.set_weight_version("w2")
+    capture.register(f"{prompt}:1:0:0")
+    table.recycle([5])
+    feed(capture, [2, 5], 4, second)
+    capture.finish(f"{prompt}:1:0:0", [2, 5], 6)
+    record = stored(writer, root, f"{prompt}:1:0:0")
+    assert (record.to_numpy("TLK") == np.concatenate([first[:4], second])).all()
+    assert (record.missing, record.weights) == ((), ((0, 4, "w1"), (4, 6, "w2")))
+
+
 def test_what_was_counted_and_not_fed_is_missing_even_where_a_rejected_draft_lies(
     capture: RoutingCapture, writer: rr.RoutingWriter, root: Path, prompt: str
 ) -> None:
