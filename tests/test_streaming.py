@@ -282,6 +282,37 @@ def test_no_loss_and_no_repeat_whatever_happens_between(data: st.DataObject, tmp
     assert set(put) - deleted <= set(given) <= set(put)
 
 
+def test_a_group_that_is_not_complete_outlives_a_restart(stored: Stored) -> None:
+    options = {"together": "data_id", "group_size": 2}
+    made = stream(stored, **options)
+    stored.put("a:0:0:0")
+    assert taken(made) == []
+    again = stream(stored, **options)
+    again.load_state_dict(made.state_dict())
+    stored.put("a:1:0:0")
+    assert taken(again) == ["a:0:0:0", "a:1:0:0"]
+
+
+def test_what_was_looked_at_is_not_looked_at_again(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(stored, 3)
+    told: list[int] = []
+    poll = rr.RoutingDataset.poll
+
+    def counting(self: Any, cursor: Any) -> Any:
+        heads, after = poll(self, cursor)
+        told.append(len(heads))
+        return heads, after
+
+    monkeypatch.setattr(rr.RoutingDataset, "poll", counting)
+    made = stream(stored)
+    taken(made)
+    again = stream(stored)
+    again.load_state_dict(made.state_dict())
+    stored.put("late:0")
+    assert taken(again) == ["late:0"]
+    assert sum(told) == 6 + 1
+
+
 def test_a_state_in_the_middle_of_records_gives_the_rest(stored: Stored) -> None:
     ids = fill(stored, 4)
     made = stream(stored, records=4)
