@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .bench import Bench, Unavailable
+from .capture import capture_decode, capture_prefill
 from .clients import clients
 from .compaction import compact_get, compact_size, compact_speed
 from .contracts import decode_contracts
@@ -29,6 +30,7 @@ from .deletes import (
 )
 from .facts import facts
 from .ingest import ingest_large, ingest_small, worker_memory
+from .loader import loader_arrow, loader_paddle, loader_torch
 from .measure import Check
 from .put import put_blocked, put_int32, put_large, put_queue, put_small
 from .read import get_cold, get_layers, get_many_large, get_many_small, get_tokens_first, get_warm
@@ -43,6 +45,8 @@ ROWS = {  # ingest comes before the others have deleted many files
     "put-int32": put_int32,
     "put-blocked": put_blocked,
     "decode": decode_contracts,
+    "capture-decode": capture_decode,
+    "capture-prefill": capture_prefill,
     "get-warm": get_warm,
     "get-cold": get_cold,
     "get-layers": get_layers,
@@ -60,6 +64,9 @@ ROWS = {  # ingest comes before the others have deleted many files
     "get-deletes": get_after_deletes,
     "put-deleting": put_while_deleting,
     "many-prefixes": many_prefixes,
+    "loader-torch": loader_torch,
+    "loader-paddle": loader_paddle,
+    "loader-arrow": loader_arrow,
     "clients": clients,
 }
 
