@@ -367,6 +367,17 @@ def test_steps_of_each_framework(tmp_path: Path, tensor: Callable[[Any], Any], n
         assert (table.gather(blocks, 0, 11).rows == given).all()
 
 
+def test_a_buffer_that_is_made_in_the_forward(capturer: StepCapturer, table: SlotTable) -> None:
+    """Engines run it in inference mode, and launch steps outside of it."""
+    torch = pytest.importorskip("torch")
+    for start in (0, 4):
+        with torch.inference_mode():
+            record(capturer, torch.as_tensor(rows(start, 4)))
+        capturer.prepare(slots([1, 2], start, start + 4))
+    capturer.flush()
+    assert (table.gather([1, 2], 0, 8).rows == np.concatenate([rows(0, 4), rows(4, 4)])).all()
+
+
 def pointer(capturer: StepCapturer) -> int:
     tensor = capturer._buffer.rows
     return int(tensor.ctypes.data if isinstance(tensor, np.ndarray) else tensor.data_ptr())

@@ -104,9 +104,10 @@ class _TorchBuffer:
     def __init__(self, like: Any, shape: tuple[int, int, int], dtype: str) -> None:
         torch: Any = import_module("torch")
         kind = getattr(torch, _ON_DEVICE[dtype])
-        self.rows = torch.zeros(shape, dtype=kind, device=like.device)
         self._on_device = not on_host(like)
-        self._hosts = [torch.zeros(shape, dtype=kind, pin_memory=self._on_device) for _ in range(_HOSTS)]
+        with torch.inference_mode(False):  # what is made inside cannot be written outside
+            self.rows = torch.zeros(shape, dtype=kind, device=like.device)
+            self._hosts = [torch.zeros(shape, dtype=kind, pin_memory=self._on_device) for _ in range(_HOSTS)]
         self._views: list[npt.NDArray[Any]] = [host.numpy().view(dtype) for host in self._hosts]
         self._events = [torch.cuda.Event() for _ in range(_HOSTS)] if self._on_device else []
 
