@@ -105,7 +105,7 @@ class _TorchBuffer:
         torch: Any = import_module("torch")
         kind = getattr(torch, _ON_DEVICE[dtype])
         self._on_device = not on_host(like)
-        with torch.inference_mode(False):  # what is made inside cannot be written outside
+        with torch.inference_mode(mode=False):  # what is made inside cannot be written outside
             self.rows = torch.zeros(shape, dtype=kind, device=like.device)
             self._hosts = [torch.zeros(shape, dtype=kind, pin_memory=self._on_device) for _ in range(_HOSTS)]
         self._views: list[npt.NDArray[Any]] = [host.numpy().view(dtype) for host in self._hosts]
