@@ -45,6 +45,10 @@ class WriterStats:
     worker_pid: int
     worker_restarts: int
     last_error: str | None  # of the worker, until its next publication, or of slabs that still wait
+    failing_slabs: int  # that wait in the spool after an attempt to publish them failed
+    failing_s: float  # since the first attempt at one of these failed
+    next_attempt_s: float | None  # until one of these is tried again; 0 while it is, None if there is none
+    retries: int  # attempts that failed and were, or will be, made again
 
 
 class Receipt:

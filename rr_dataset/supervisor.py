@@ -6,6 +6,7 @@ children are forbidden). Messages are only wake-ups and news; what is sealed and
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import selectors
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,15 @@ class Channel:
         self._socket.close()
 
 
+@dataclass(frozen=True)
+class _Trouble:
+    """A slab that cannot be published at present."""
+
+    error: errors.RoutingDatasetError  # of the last attempt
+    since_s: float  # monotonic time of the first one
+    retry_at_s: float  # of the next one
+
+
 class Supervisor:
     """Starts and watches the worker of one spool."""
 
@@ -82,6 +93,7 @@ class Supervisor:
         if not sys.executable:
             raise errors.WorkerError("sys.executable is empty: an embedded Python must set it to a python to start")
         self.restarts = 0
+        self.retries = 0  # attempts at slabs that failed, each of which is made again
         self.recovered = 0  # records of dead spools that the worker made durable
         self.left: list[str] = []  # dead spools of this dataset that it could not take over whole, and why
         self.gone: errors.WriterError | None = None  # no worker any more, and none will come
@@ -90,7 +102,7 @@ class Supervisor:
         self._failures = 0
         self._launched_s = 0.0
         self._trouble: errors.RoutingDatasetError | None = None  # of the worker itself, until its next publication
-        self._troubles: dict[int, errors.RoutingDatasetError] = {}  # of slabs that failed, by sequence number
+        self._troubles: dict[int, _Trouble] = {}  # of slabs that failed, by sequence number
         self._probing = False  # whether nothing was published since one failed first
         self._retry_at: float | None = None
         self._seal_wanted = self._stopping = self._closed = False
@@ -111,7 +123,16 @@ class Supervisor:
     @property
     def last_error(self) -> errors.RoutingDatasetError | None:
         """What keeps something from being durable: no worker, or the last failure of a slab that still waits."""
-        return self.gone or next(iter(list(self._troubles.values())[-1:]), self._trouble)
+        troubles = list(self._troubles.values())
+        return self.gone or (troubles[-1].error if troubles else self._trouble)
+
+    def failing(self) -> tuple[int, float, float | None]:
+        """How many slabs fail at present, for how many seconds the first of them has, and in how many one is tried again."""
+        troubles, now_s = list(self._troubles.values()), time.monotonic()
+        if not troubles:
+            return 0, 0.0, None
+        since_s, next_s = min(each.since_s for each in troubles), min(each.retry_at_s for each in troubles)
+        return len(troubles), now_s - since_s, max(next_s - now_s, 0.0)
 
     @property
     def worker_pid(self) -> int:
@@ -121,8 +142,10 @@ class Supervisor:
     def greet(self) -> Mapping[str, Any]:
         """Wait for the worker's hello and begin to supervise; the hello's fields.
 
-        Raises what the worker raised when it opened the dataset, WorkerError if it died, within `start_timeout_s`.
+        Raises within `start_timeout_s` what the worker raised when it opened the dataset, StorageError if the store has not
+        answered it, WorkerError if it died or has not come so far.
         """
+        opening = False
         deadline = time.monotonic() + self._options.start_timeout_s
         while True:
             self._selector.select(max(deadline - time.monotonic(), 0))
@@ -136,9 +159,17 @@ class Supervisor:
                     return message
                 if message["kind"] == "trouble":
                     raise _revive(message)
+                opening |= message["kind"] == "opening"
             if messages is None:
                 raise errors.WorkerError(f"the worker ended before it said hello: {self._last_words()}")
             if time.monotonic() >= deadline:
+                if opening:
+                    raise errors.StorageError(
+                        errno.ETIMEDOUT,
+                        f"The store did not answer within start_timeout_s={self._options.start_timeout_s}: check the address, "
+                        "the endpoint and the network",
+                        self._start["uri"],
+                    )
                 raise errors.WorkerError(
                     f"the worker did not open {self._start['uri']} within start_timeout_s="
                     f"{self._options.start_timeout_s}: {self._last_words()}"
@@ -171,7 +202,7 @@ class Supervisor:
         if waiting:
             records = sum(batch.records for batch in waiting)
             text = f"{records} records are not durable after {timeout_s} s{self.because()}"
-            own = [self._troubles[batch.seq] for batch in waiting if batch.seq in self._troubles]
+            own = [self._troubles[batch.seq].error for batch in waiting if batch.seq in self._troubles]
             raise errors.FlushTimeoutError(text) from (own[0] if own else self.last_error)
 
     def call_when_done(self, batch: Batch, call: Callable[[], None]) -> None:
@@ -342,19 +373,21 @@ class Supervisor:
     def _take(self, messages: Sequence[Mapping[str, Any]]) -> None:
         for message in messages:
             if message["kind"] == "trouble":
-                self._note(_revive(message), message.get("seq"))
+                self._note(_revive(message), message.get("seq"), message.get("wait_s", 0.0))
             elif message["kind"] == "recovered":
                 self.recovered += message["records"]
                 if message["left"] not in (None, *self.left):  # each worker names it again
                     self.left.append(message["left"])
 
-    def _note(self, error: errors.RoutingDatasetError, seq: int | None) -> None:
+    def _note(self, error: errors.RoutingDatasetError, seq: int | None, wait_s: float) -> None:
         if seq is None:
             self._trouble = error
             return
-        self._probing |= seq not in self._troubles
-        self._troubles.pop(seq, None)  # the latest comes last
-        self._troubles[seq] = error
+        now_s = time.monotonic()
+        before = self._troubles.pop(seq, None)  # the latest comes last
+        self._probing |= before is None
+        self._troubles[seq] = _Trouble(error, now_s if before is None else before.since_s, now_s + wait_s)
+        self.retries += 1
 
     def _timeout_s(self) -> float | None:
         waits = [
@@ -397,5 +430,5 @@ def _revive(message: Mapping[str, Any]) -> errors.RoutingDatasetError:
     """The worker's error, of its own class where it is one of ours."""
     kind = getattr(errors, message["error"], None)
     if isinstance(kind, type) and issubclass(kind, errors.RoutingDatasetError):
-        return kind(message["text"])
+        return kind(*(message.get("os_error") or [message["text"]]))
     return errors.WorkerError(f"{message['error']}: {message['text']}")

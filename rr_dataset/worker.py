@@ -2,8 +2,9 @@
 
 It opens the dataset, says hello with the dataset's format, then publishes each sealed slab of its spool, oldest first,
 and marks it published; in between, slab by slab, what earlier writers of the dataset left in dead spools. A slab that
-fails stays sealed and is tried again with growing pauses, while the others go on. When the engine is gone it publishes
-what is committed, removes the spool and ends; SIGINT is the engine's business. SIGTERM ends it too, but not before it
+fails stays sealed and is tried again with growing pauses, of which no two are alike, while the others go on. When the
+engine is gone it publishes what is committed, removes the spool and ends, also while a store hangs; SIGINT is the engine's
+business. SIGTERM ends it too, but not before it
 has looked whether the engine ends with it.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import random
 import selectors
 import signal
 import socket
@@ -26,16 +28,17 @@ from typing import Any
 from rr_dataset.dataset import create_dataset
 from rr_dataset.description import read_format
 from rr_dataset.errors import CorruptSpoolError, DatasetNotFoundError, RoutingDatasetError, SpecMismatchError
-from rr_dataset.layout import DatasetFormat
+from rr_dataset.layout import STAGING_DIR, DatasetFormat
 from rr_dataset.publisher import UNPUBLISHED, Publisher, slabs_in
 from rr_dataset.record import RoutingSpec
 from rr_dataset.recovery import LEFT, LIVING, SpoolReport, adopt
 from rr_dataset.slab import ASIDE, SEALED, read_state
 from rr_dataset.spool_place import remove_directory
-from rr_dataset.storage import open_storage
+from rr_dataset.storage import Storage, open_storage
 from rr_dataset.supervisor import LOG_BYTES, Channel
 
-FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 5.0  # between attempts at a slab that fails
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 5.0  # between attempts at a slab that fails, give or take a half
+OVERTIME_S = 10.0  # after the time to drain is over, for the request that is under way
 LINGER_S = 1.0  # whoever ends a whole tree of processes ends the engine a moment before or after the worker
 PARENT_POLL_S = 1.0  # where no pidfd tells that the engine is dead
 
@@ -47,7 +50,7 @@ class _Retry:
     """A slab that failed."""
 
     pause_s: float
-    at_s: float  # monotonic time of the next attempt
+    at_s: float  # monotonic time of the next attempt: the writers of a fleet do not all come back in one moment
 
 
 class Worker:
@@ -86,18 +89,26 @@ class Worker:
                 pause_s = 0
             self._wait(pause_s)
         deadline = time.monotonic() + self._drain_timeout_s
+        signal.setitimer(
+            signal.ITIMER_REAL, self._drain_timeout_s + OVERTIME_S
+        )  # it kills; the slabs keep what they hold
         states = UNPUBLISHED if self._engine_dead else (SEALED,)
-        while (pause_s := self._publish(states)) is not None and time.monotonic() < deadline:
+        while (pause_s := self._publish(states, deadline)) is not None and time.monotonic() < deadline:
             time.sleep(pause_s)
         while self._adoption is not None and time.monotonic() < deadline:
             self._adopt()
         if self._engine_dead and not slabs_in(self._spool, (*UNPUBLISHED, ASIDE)):
             remove_directory(self._spool)
 
-    def _publish(self, states: Sequence[int]) -> float | None:
-        """Publish what is there and due; seconds until the next attempt at a slab that failed, None if none did."""
+    def _publish(self, states: Sequence[int], deadline_s: float = math.inf) -> float | None:
+        """Publish what is there and due; seconds until the next attempt at a slab that failed, None if none did.
+
+        deadline_s: monotonic time from which on it ends with the first that fails.
+        """
         failing: dict[Path, _Retry] = {}
         for slab in slabs_in(self._spool, states):
+            if failing and time.monotonic() >= deadline_s:
+                break
             retry = self._retries.get(slab)
             if retry is not None and time.monotonic() < retry.at_s:
                 failing[slab] = retry
@@ -119,8 +130,9 @@ class Worker:
         seq = None
         with suppress(OSError, CorruptSpoolError):
             seq, _ = read_state(slab)
-        self._channel.send("trouble", seq=seq, **_describe(error))
-        return _Retry(pause_s, time.monotonic() + pause_s)
+        wait_s = pause_s * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
+        self._channel.send("trouble", seq=seq, wait_s=wait_s, **_describe(error))
+        return _Retry(pause_s, time.monotonic() + wait_s)
 
     def _adopt(self) -> None:
         """One more slab of a dead spool, after all that the own engine has sealed."""
@@ -171,8 +183,9 @@ def _bound_log() -> None:
         os.ftruncate(sys.stderr.fileno(), 0)  # it is open for appending
 
 
-def _describe(error: BaseException) -> dict[str, str]:
-    return {"error": type(error).__name__, "text": str(error)}
+def _describe(error: BaseException) -> dict[str, Any]:
+    parts = [error.errno, error.strerror, error.filename] if isinstance(error, OSError) and error.errno else None
+    return {"error": type(error).__name__, "text": str(error), "os_error": parts}
 
 
 def _open(start: Mapping[str, Any]) -> Publisher:
@@ -192,7 +205,16 @@ def _open(start: Mapping[str, Any]) -> Publisher:
         raise SpecMismatchError(
             f"{start['uri']} exists with {dataset.spec}, not with create={spec}: leave create out, or use another place"
         )
+    if storage.is_remote:
+        _try_to_write(storage, start["writer"])
     return Publisher(storage, dataset, start["compression"])
+
+
+def _try_to_write(storage: Storage, writer: str) -> None:
+    """Two requests, so that a key which may only read fails now, and not with the first slab."""
+    name = f"{STAGING_DIR}/{writer}/may-write"
+    storage.create(name, b"", staging=writer)
+    storage.delete([name])
 
 
 def main(channel_fd: int, engine_pid: int) -> None:
@@ -208,6 +230,7 @@ def main(channel_fd: int, engine_pid: int) -> None:
         return
     start = messages[0]
     os.nice(start["nice"])
+    channel.send("opening")
     try:
         publisher = _open(start)
     except RoutingDatasetError as error:

@@ -64,7 +64,8 @@ class RoutingWriter:
         keep: that of `create_dataset`, of a dataset which is made.
 
         Raises DatasetNotFoundError, SpecMismatchError (there is a dataset with another spec than `create`),
-        InvalidInputError (also when `create` finds a folder that holds something else), SpoolUnavailableError, or WorkerError.
+        InvalidInputError (also when `create` finds a folder that holds something else), SpoolUnavailableError, WorkerError,
+        or StorageError: the store cannot be reached, or the key may not write there.
         """
         self.options = WriterOptions() if options is None else options
         if not isinstance(self.options, WriterOptions):
@@ -416,6 +417,7 @@ class RoutingWriter:
         error = self._supervisor.last_error
         used_bytes = self._spool.used_bytes()
         feed = self._feed
+        failing_slabs, failing_s, next_attempt_s = self._supervisor.failing()
         return WriterStats(
             accepted=feed.accepted,
             durable=feed.durable,
@@ -434,6 +436,10 @@ class RoutingWriter:
             worker_pid=self._supervisor.worker_pid,
             worker_restarts=self._supervisor.restarts,
             last_error=None if error is None else str(error),
+            failing_slabs=failing_slabs,
+            failing_s=failing_s,
+            next_attempt_s=next_attempt_s,
+            retries=self._supervisor.retries,
         )
 
     def __enter__(self) -> RoutingWriter:

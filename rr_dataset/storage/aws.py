@@ -40,6 +40,11 @@ class Account:
     path_style: bool
     credentials: Any  # botocore's, None for anonymous requests
 
+    @property
+    def shown_endpoint(self) -> str:
+        """Without the password that a URL may have."""
+        return (self.endpoint_url or "").rpartition("@")[2]
+
     def frozen(self) -> dict[str, Any]:
         """For obstore: credentials as they are now."""
         now = self.credentials.get_frozen_credentials()

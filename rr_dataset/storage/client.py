@@ -118,9 +118,9 @@ class RequestFailed(Exception):  # noqa: N818 - the error that callers see is ma
         return cls(kind, f"{status} {code}".strip())
 
 
-def storage_error(failed: RequestFailed, address: str) -> StorageError:
+def storage_error(failed: RequestFailed, address: str, endpoint: str = "") -> StorageError:
     """What a caller sees of it."""
-    text = f"{failed.kind.text} ({failed.text})"
+    text = f"{failed.kind.text} ({failed.text}{endpoint and f'; {endpoint}'})"
     gone = failed.kind in (Kind.MISSING, Kind.CHANGED)
     return (ObjectNotFoundError if gone else StorageError)(failed.kind.code, text, address)
 
@@ -159,6 +159,8 @@ class Client(Protocol):
 
     Every method raises RequestFailed. Keys are those of the store, within one bucket.
     """
+
+    endpoint: str  # for messages: where requests go, if somebody has said so
 
     async def put_new(self, key: str, data: Sequence[memoryview], size: int) -> bool:
         """Create the object, whole, unless it is there; False if it is."""

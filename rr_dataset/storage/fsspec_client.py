@@ -23,6 +23,8 @@ _ETAGS = ("ETag", "etag", "md5Hash", "generation")
 class FsspecClient:
     """See `Client`. Calls run in threads, whatever the file system; it gives no condition for a read."""
 
+    endpoint = ""
+
     def __init__(self, scheme: str, bucket: str, options: Mapping[str, Any]) -> None:
         self._bucket = bucket
         try:

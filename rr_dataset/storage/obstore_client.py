@@ -67,6 +67,7 @@ class ObstoreClient:
 
     def __init__(self, bucket: str, options: S3Options) -> None:
         at = account(options)
+        self.endpoint = at.shown_endpoint
         signing: dict[str, Any] = {"skip_signature": True}
         if at.credentials is not None:
             signing = {"credential_provider": at.frozen}

@@ -69,6 +69,11 @@ class RemoteStorage:
         """uri: `scheme://bucket/path`. options: of the store's client; see `connect`."""
         scheme, _, rest = uri.partition("://")
         bucket, _, path = rest.partition("/")
+        if "@" in bucket:
+            raise InvalidInputError(
+                f"{scheme}://...@{bucket.rpartition('@')[2]}: an address is stored and shown, so credentials do not belong "
+                "into it: give them in storage_options, or in the environment"
+            )
         path = path.rstrip("/")
         if not bucket or (path and not _NO_SUCH_PARTS.isdisjoint(path.split("/"))) or "\0" in rest:
             raise InvalidInputError(f"{uri!r}: expected {scheme}://bucket/path")
@@ -278,14 +283,18 @@ class RemoteStorage:
             future = asyncio.run_coroutine_threadsafe(call, get_loop())
             return future.result()
         except RequestFailed as failed:
-            raise storage_error(failed, self._address(path)) from failed
+            raise storage_error(failed, self._address(path), self._endpoint()) from failed
         except (asyncio.TimeoutError, TimeoutError) as late:
-            raise StorageError(Kind.TIMEOUT.code, Kind.TIMEOUT.text, self._address(path)) from late
+            too_late = RequestFailed(Kind.TIMEOUT, f"no answer within {CREATE_S:.0f} s")
+            raise storage_error(too_late, self._address(path), self._endpoint()) from late
         finally:
             if future is None:
                 call.close()
             else:
                 future.cancel()  # where Ctrl-C came; of one that is done it does nothing
+
+    def _endpoint(self) -> str:
+        return self._connection[1].endpoint if self._connection else ""
 
     def _address(self, path: str) -> str:
         return f"{self.uri}/{path}" if path else self.uri

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -51,7 +51,7 @@ class S3fsClient:
 
     def __init__(self, bucket: str, options: S3Options) -> None:
         at = account(options)
-        self._bucket = bucket
+        self._bucket, self.endpoint = bucket, at.shown_endpoint
         keys = at.credentials.get_frozen_credentials() if options.key is not None else None
         self._fs = S3FileSystem(
             anon=options.anon,
@@ -77,9 +77,10 @@ class S3fsClient:
         try:
             if size <= SINGLE_BYTES:
                 with _Errors():
-                    await (await self._s3()).put_object(
+                    answer = await (await self._s3()).put_object(
                         Bucket=self._bucket, Key=key, Body=b"".join(data), IfNoneMatch="*"
                     )
+                _require(answer, "ETag")
             else:
                 await self._put_parts(key, data, size)
         except RequestFailed as failed:
@@ -99,6 +100,7 @@ class S3fsClient:
             answer = await (await self._s3()).get_object(Bucket=self._bucket, Key=key, **wanted)
             async with answer["Body"] as body:
                 data = await body.read()
+        _require(answer, "ContentRange" if "Range" in wanted else "ETag")
         offset, size = 0, len(data)
         if found := answer.get("ContentRange"):
             place, _, whole = found.removeprefix("bytes ").partition("/")
@@ -120,26 +122,27 @@ class S3fsClient:
         while True:
             with _Errors():
                 answer = await s3.list_objects_v2(Bucket=self._bucket, Prefix=prefix, Delimiter="/", **after)
+            _require(answer, "IsTruncated", *(["NextContinuationToken"] if answer.get("IsTruncated") else ()))
             found += [
                 Found(each["Key"], each["Size"], each["LastModified"].timestamp(), each.get("ETag", ""))
                 for each in answer.get("Contents", ())
             ]
             prefixes += [each["Prefix"].removesuffix("/") for each in answer.get("CommonPrefixes", ())]
-            if not answer.get("IsTruncated"):
+            if not answer["IsTruncated"]:
                 return found, prefixes
             after = {"ContinuationToken": answer["NextContinuationToken"]}
 
     async def delete(self, keys: Sequence[str]) -> Sequence[str]:
         """One POST, whose answer names the keys that failed."""
-        names = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
+        names = {"Objects": [{"Key": key} for key in keys], "Quiet": False}
         with _Errors():
             answer = await (await self._s3()).delete_objects(Bucket=self._bucket, Delete=names)
-        failed = answer.get("Errors", ())
-        for each in failed:
+        for each in answer.get("Errors", ()):
             known = RequestFailed.of_answer(0, each.get("Code", ""))
             if known.kind is Kind.DENIED:
                 raise known
-        return [each["Key"] for each in failed]
+        done = {each.get("Key") for each in answer.get("Deleted", ())}
+        return [key for key in keys if key not in done]
 
     async def uploads(self, prefix: str) -> Sequence[Upload]:
         """A request per thousand."""
@@ -149,11 +152,13 @@ class S3fsClient:
         while True:
             with _Errors():
                 answer = await s3.list_multipart_uploads(Bucket=self._bucket, Prefix=prefix, **after)
+            marks = ("NextKeyMarker", "NextUploadIdMarker") if answer.get("IsTruncated") else ()
+            _require(answer, "IsTruncated", *marks)
             found += [
                 Upload(each["Key"], each["UploadId"], each["Initiated"].timestamp())
                 for each in answer.get("Uploads", ())
             ]
-            if not answer.get("IsTruncated"):
+            if not answer["IsTruncated"]:
                 return found
             after = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
 
@@ -183,7 +188,8 @@ class S3fsClient:
         try:
             parts = {"Parts": await asyncio.gather(*tasks)}
             with _Errors():
-                await s3.complete_multipart_upload(**names, MultipartUpload=parts, IfNoneMatch="*")
+                answer = await s3.complete_multipart_upload(**names, MultipartUpload=parts, IfNoneMatch="*")
+            _require(answer, "ETag")
         except BaseException:
             for task in tasks:
                 task.cancel()
@@ -198,6 +204,7 @@ class S3fsClient:
             try:
                 with _Errors():
                     answer = await asyncio.wait_for(s3.upload_part(**request), timeout_s)
+                _require(answer, "ETag")
                 return {"PartNumber": request["PartNumber"], "ETag": answer["ETag"]}
             except asyncio.TimeoutError:
                 if not left:
@@ -210,6 +217,12 @@ class S3fsClient:
 
     async def _s3(self) -> Any:
         return await self._fs.set_session()
+
+
+def _require(answer: Mapping[str, Any], *names: str) -> None:
+    """What botocore found in an answer; of a page of somebody else, a 200 as well, it finds nothing and is content."""
+    if missing := [name for name in names if answer.get(name) is None]:
+        raise RequestFailed(Kind.SERVER, f"an answer without {', '.join(missing)}")
 
 
 def _cut(data: Sequence[memoryview], start: int, length: int) -> bytes:
