@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: venv demo test lint bench nightly clean
+.PHONY: venv demo demo-model test test-models lint bench nightly clean
 
 venv: $(VENV)/.dev
 
@@ -32,11 +32,33 @@ $(VENV)/.bench: $(VENV)/.dev
 	$(PIP) install -e '.[bench]'
 	@touch $@
 
+# Model code of others, in environments of its own: PaddleFormers 0.4.1 needs a huggingface_hub before 1, transformers 5 one
+# after it, and PaddleFormers tells transformers that there is no torch. Its own dependencies would pin numpy below 2.
+# Elsewhere than on a machine whose index has the CPU wheel, torch is several GB; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# makes it small.
+.venv-paddle/.models: pyproject.toml
+	$(MAKE) VENV=.venv-paddle .venv-paddle/.core
+	.venv-paddle/bin/python -m pip --disable-pip-version-check -q install -e '.[models-paddle]'
+	.venv-paddle/bin/python -m pip --disable-pip-version-check -q install --no-deps paddleformers==0.4.1
+	@touch $@
+
+.venv-torch/.models: pyproject.toml
+	$(MAKE) VENV=.venv-torch .venv-torch/.core
+	.venv-torch/bin/python -m pip --disable-pip-version-check -q install -e '.[models-torch]'
+	@touch $@
+
 demo: $(VENV)/.core
 	$(BIN)/rr-dataset demo
 
+demo-model: .venv-paddle/.models
+	.venv-paddle/bin/rr-dataset demo --model
+
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q
+
+test-models: .venv-paddle/.models .venv-torch/.models
+	.venv-paddle/bin/python -m pytest -q tests/models --ignore tests/models/test_transformers.py
+	.venv-torch/bin/python -m pytest -q tests/models/test_transformers.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -50,5 +72,5 @@ nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q -m '' -o faulthandler_timeout=1800
 
 clean:
-	rm -rf $(VENV) .venv-tools build dist *.egg-info .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-tools .venv-paddle .venv-torch build dist *.egg-info .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -70,9 +70,11 @@ if TYPE_CHECKING:
     from rr_dataset.trainer.align import Alignment, align
     from rr_dataset.trainer.batches import RoutingBatches
     from rr_dataset.trainer.collate import Batch, collate, to_paddle, to_torch
+    from rr_dataset.trainer.convert import to_megatron, to_slime, to_verl
     from rr_dataset.trainer.feeder import RankFeeder
     from rr_dataset.trainer.idlist import IdList
     from rr_dataset.trainer.ranks import RankView, pipeline_chunks
+    from rr_dataset.trainer.replay import MicroBatch, ReplayMetrics, RoutingReplay
     from rr_dataset.trainer.samples import RoutingSamples, Sample, SampleOptions, whole_batches
     from rr_dataset.trainer.streaming import RoutingStream, StreamOptions
     from rr_dataset.trainer.trajectory import Trajectory, trajectory
@@ -139,6 +141,12 @@ _LAZY = {
     "to_torch": "rr_dataset.trainer.collate",
     "RankView": "rr_dataset.trainer.ranks",
     "pipeline_chunks": "rr_dataset.trainer.ranks",
+    "MicroBatch": "rr_dataset.trainer.replay",
+    "ReplayMetrics": "rr_dataset.trainer.replay",
+    "RoutingReplay": "rr_dataset.trainer.replay",
+    "to_megatron": "rr_dataset.trainer.convert",
+    "to_slime": "rr_dataset.trainer.convert",
+    "to_verl": "rr_dataset.trainer.convert",
     "Trajectory": "rr_dataset.trainer.trajectory",
     "trajectory": "rr_dataset.trainer.trajectory",
 }
@@ -168,6 +176,7 @@ __all__ = [
     "KeyScheme",
     "LayerLoad",
     "MaintainReport",
+    "MicroBatch",
     "NewerFormatError",
     "NotFoundError",
     "ObjectNotFoundError",
@@ -184,11 +193,13 @@ __all__ = [
     "RecordNotFoundError",
     "RecordTooLargeError",
     "Refused",
+    "ReplayMetrics",
     "RoutingBatches",
     "RoutingDataset",
     "RoutingDatasetError",
     "RoutingDatasetWarning",
     "RoutingRecord",
+    "RoutingReplay",
     "RoutingSamples",
     "RoutingSpec",
     "RoutingStream",
@@ -233,8 +244,11 @@ __all__ = [
     "plan_compaction",
     "recover",
     "to_long",
+    "to_megatron",
     "to_paddle",
+    "to_slime",
     "to_torch",
+    "to_verl",
     "trajectory",
     "verify",
     "whole_batches",

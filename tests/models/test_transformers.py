@@ -119,6 +119,7 @@ def test_without_a_context_one_in_flight_is_right_and_two_need_a_word(reentrant:
         replay.push(chosen(0, 10))
         model(tokens(0)).logits.square().mean().backward()
         wanted = gradients(model)
+        replay.check_consumed()
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         for _ in range(2):
