@@ -1,7 +1,8 @@
 """Writers, compactors, a deleter, gc and readers in processes of their own, on one dataset whose grace is short.
 
 Each prompt is written by one writer, which tells the others by files what it is about to do and what has come true; readers
-hold every answer against that. `python -m tests.hammer ROLE ROOT SECONDS SEED` is one of the processes.
+hold every answer against that. They go on until each has done something often enough, so a slow machine takes longer and no less
+is tried. `python -m tests.hammer ROLE URI BOARD` is one of the processes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,10 @@ import numpy as np
 import rr_dataset as rr
 
 SPEC = rr.RoutingSpec((0, 1, 2), num_experts=250, top_k=4)
-GRACE_S = 2.0  # longer than any listing here
-PROMPTS = 6
+PROMPTS = 6  # of each writer
 SAMPLES = 4
 ROLES = ("write-0", "write-1", "compact-0", "compact-1", "delete", "gc", "read-0", "read-1")
+CAP_S = 240.0  # what has not come by then hangs
 
 
 def experts(prompt: str, sample: int, version: int) -> np.ndarray:  # type: ignore[type-arg]
@@ -39,10 +40,10 @@ def version_of(ids: np.ndarray) -> int:  # type: ignore[type-arg]
 
 
 class Board:
-    """What is known of each prompt, one file each, replaced as a whole by its writer or the deleter."""
+    """What is known of each prompt, one file each, replaced as a whole by its writer or the deleter; and how much each role did."""
 
-    def __init__(self, root: Path) -> None:
-        self._dir = root.parent / "board"
+    def __init__(self, directory: Path) -> None:
+        self._dir = directory
         self._dir.mkdir(exist_ok=True)
 
     def tell(self, kind: str, prompt: str, value: int) -> None:
@@ -57,15 +58,26 @@ class Board:
         except FileNotFoundError:
             return -1
 
+    def goes_on(self, role: str, done: int) -> bool:
+        """Say how much was done; whether to do more."""
+        self.tell("count", role, done)
+        return self.read("stop", "all") < 0
 
-def write(root: Path, until: float, seed: int) -> int:
+    def prompt(self, chance: random.Random) -> str:
+        """Any of any writer."""
+        writers = self.read("writers", "all")
+        return f"w{chance.randrange(writers)}p{chance.randrange(PROMPTS)}"
+
+
+def write(uri: str, board: Board, role: str, seed: int) -> None:
     """Puts a version of all samples, flushes, tells; now and then deletes its own prompt first."""
-    chance, board, version = random.Random(seed), Board(root), 0
-    spool = root.parent / f"spool-{seed}"
-    spool.mkdir()
-    options = rr.WriterOptions(spool_bytes=16 << 20, slab_bytes=4 << 20, spool_dir=str(spool), block_timeout_s=60.0)
-    with rr.RoutingWriter(root, options) as writer:
-        while time.time() < until:
+    chance, version = random.Random(seed), 0
+    options = rr.WriterOptions(
+        spool_bytes=16 << 20, slab_bytes=4 << 20, spool_dir=os.environ["RR_HAMMER_SPOOLS"], block_timeout_s=CAP_S,
+        start_timeout_s=CAP_S, drain_timeout_s=CAP_S,
+    )  # fmt: skip
+    with rr.RoutingWriter(uri, options) as writer:
+        while board.goes_on(role, version):
             prompt = f"w{seed}p{chance.randrange(PROMPTS)}"
             version += 1
             board.tell("begun", prompt, version)
@@ -73,36 +85,34 @@ def write(root: Path, until: float, seed: int) -> int:
                 writer.delete_prefix(prompt)
             for sample in range(SAMPLES):
                 writer.put(f"{prompt}:{sample}:0:0", experts(prompt, sample, version), layout="LTK")
-            writer.flush(timeout_s=120)
+            writer.flush(timeout_s=CAP_S)
             board.tell("done", prompt, version)
-    return version
 
 
-def delete(root: Path, until: float, seed: int) -> int:
+def delete(uri: str, board: Board, role: str, seed: int) -> None:
     """Deletes prompts of the writers from outside: nothing that was begun before may be seen after."""
-    chance, board, count = random.Random(seed), Board(root), 0
-    while time.time() < until:
-        prompt = f"w{chance.randrange(2)}p{chance.randrange(PROMPTS)}"
+    chance, count = random.Random(seed), 0
+    while board.goes_on(role, count):
+        prompt = board.prompt(chance)
         done = board.read("done", prompt)
         board.tell("deleting", prompt, board.read("deleting", prompt) + 2 | 1)  # odd: one is under way
         if chance.random() < 0.5:
-            rr.delete(root, prefixes=[prompt])
+            rr.delete(uri, prefixes=[prompt])
         else:
-            rr.delete(root, ids=[f"{prompt}:{sample}:0:0" for sample in range(SAMPLES)])
+            rr.delete(uri, ids=[f"{prompt}:{sample}:0:0" for sample in range(SAMPLES)])
         board.tell("gone", prompt, done)
         board.tell("perhaps", prompt, board.read("begun", prompt))  # a put beside it may land on either side
         board.tell("deleting", prompt, board.read("deleting", prompt) + 1)
         count += 1
         time.sleep(0.05)
-    return count
 
 
-def read(root: Path, until: float, seed: int) -> int:
+def read(uri: str, board: Board, role: str, seed: int) -> None:
     """What was done before the call and not deleted is there, nothing older, nothing deleted, never half."""
-    chance, board, count = random.Random(seed), Board(root), 0
-    dataset = rr.open_dataset(root)
-    while time.time() < until:
-        prompt = f"w{chance.randrange(2)}p{chance.randrange(PROMPTS)}"
+    chance, count = random.Random(seed), 0
+    dataset = rr.open_dataset(uri)
+    while board.goes_on(role, count):
+        prompt = board.prompt(chance)
         ids = [f"{prompt}:{sample}:0:0" for sample in range(SAMPLES)]
         deleting, gone, done = (board.read(kind, prompt) for kind in ("deleting", "gone", "done"))
         records = dataset.get_many(ids, on_missing="none")
@@ -114,6 +124,7 @@ def read(root: Path, until: float, seed: int) -> int:
                 there = undisturbed and begun == done > perhaps
                 assert not there, f"{ids[sample]}: version {done} is not there"
                 continue
+            count += 1
             ids_read = record.to_numpy()
             version = version_of(ids_read)
             assert np.array_equal(ids_read, experts(prompt, sample, version)), f"{ids[sample]}: other bytes"
@@ -122,54 +133,78 @@ def read(root: Path, until: float, seed: int) -> int:
             assert version > gone, f"{ids[sample]}: version {version} was deleted, up to {gone}"
             if undisturbed:
                 assert version >= done, f"{ids[sample]}: version {version} is older than {done}"
-        count += 1
-    return count
 
 
-def compact(root: Path, until: float, seed: int) -> int:
+def compact(uri: str, board: Board, role: str, seed: int) -> None:
     count = 0
-    while time.time() < until:
-        report = rr.compact(root, compression="zstd:1", jobs=1 + seed % 2)
+    while board.goes_on(role, count):
+        report = rr.compact(uri, compression="zstd:1", jobs=1 + seed % 2)
         assert report.damaged == (), report.damaged
         count += report.tasks
         time.sleep(0.1)
-    return count
 
 
-def collect(root: Path, until: float, seed: int) -> int:
+def collect(uri: str, board: Board, role: str, seed: int) -> None:
     count = 0
-    while time.time() < until:
-        report = rr.collect_garbage(root)
+    while board.goes_on(role, count):
+        report = rr.collect_garbage(uri)
         count += report.covered + report.replaced
         time.sleep(0.2 + 0.1 * seed)
-    return count
 
 
-WORK: dict[str, Callable[[Path, float, int], int]] = {
+WORK: dict[str, Callable[[str, Board, str, int], None]] = {
     "write": write, "compact": compact, "delete": delete, "gc": collect, "read": read,
 }  # fmt: skip
 
 
-def hammer(root: Path, seconds: float) -> dict[str, int]:
-    """Run all; what each has done. Raises AssertionError with what a process complains of."""
-    rr.create_dataset(root, SPEC, grace_s=GRACE_S)
-    until = time.time() + seconds
+def hammer(
+    uri: str,
+    base: Path,
+    *,
+    least: int,
+    seconds: float = 0.0,
+    roles: Sequence[str] = ROLES,
+    environment: dict[str, str] | None = None,
+) -> Board:
+    """Run all on a dataset until each has done something `least` times, and so many seconds are over.
+
+    base: a folder for the board and the spools. Raises AssertionError with what a process complains of.
+    """
+    board, spools = Board(base / "board"), base / "spools"
+    spools.mkdir()
+    board.tell("writers", "all", sum(role.startswith("write") for role in roles))
+    began = time.monotonic()
     running = {}
-    for role in ROLES:
-        command = [sys.executable, "-W", "error", "-m", "tests.hammer", role, str(root), str(until)]
+    for role in roles:
         running[role] = subprocess.Popen(
-            command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-W", "error", "-m", "tests.hammer", role, uri, str(base / "board")],
+            cwd=Path(__file__).parents[1],
+            env={**os.environ, **(environment or {}), "RR_HAMMER_SPOOLS": str(spools)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-    ended = {role: (*process.communicate(), process.returncode) for role, process in running.items()}
-    for role, (_, error, code) in ended.items():
+
+    def done() -> dict[str, int]:
+        return {role: board.read("count", role) for role in roles}
+
+    while all(process.poll() is None for process in running.values()):
+        waited = time.monotonic() - began
+        if waited > seconds and (min(done().values()) >= least or waited > seconds + CAP_S):
+            break
+        time.sleep(0.05)
+    board.tell("stop", "all", 1)
+    ended = {role: (process.communicate()[1], process.returncode) for role, process in running.items()}
+    for role, (error, code) in ended.items():
         assert code == 0, f"{role}: {error[-4000:]}"
-    return {role: json.loads(out) for role, (out, _, _) in ended.items()}
+    assert min(done().values()) >= least, f"after {CAP_S:g} s: {json.dumps(done())}"
+    return board
 
 
 def main() -> None:
-    role, root, until = sys.argv[1:]
+    role, uri, board = sys.argv[1:]
     name, _, number = role.partition("-")
-    sys.stdout.write(json.dumps(WORK[name](Path(root), float(until), int(number or 0))))
+    WORK[name](uri, Board(Path(board)), role, int(number or 0))
 
 
 if __name__ == "__main__":

@@ -24,16 +24,16 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def compact_at(root: Path, ms: int, **how: Any) -> CompactReport:
+def compact_at(root: Path | str, ms: int, **how: Any) -> CompactReport:
     return compact_with(Compactor(Lookup(str(root), None, None), lambda: ms), **how)
 
 
-def collect_at(root: Path, ms: int, *, dry_run: bool = False) -> GarbageReport:
+def collect_at(root: Path | str, ms: int, *, dry_run: bool = False) -> GarbageReport:
     lookup = Lookup(str(root), None, None)
     return Collector(Compactor(lookup, lambda: ms), lookup, lambda: ms).collect(dry_run=dry_run)
 
 
-def seen(root: Path, run: str | None = None) -> Seen:
+def seen(root: Path | str, run: str | None = None) -> Seen:
     """All that a fresh reader shows: routing, which of it is there, status."""
     dataset = rr.open_dataset(root, run=run)
     found: Seen = {}
