@@ -1,4 +1,4 @@
-"""The table, the capturer of a step and the watcher of block tables, rule by rule."""
+"""The table of routing rows by slot, and its file, rule by rule."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rr_dataset as rr
-from rr_dataset.capture import BlockWatcher, SlotTable, StepCapturer
-from rr_dataset.capture.tensors import framework_of
+from rr_dataset.capture import SlotTable, StepCapturer
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError, SpoolUnavailableError
 
-SPEC = rr.RoutingSpec((3, 4, 7), num_experts=200, top_k=2)
 BLOCK = 4
 BLOCKS = 8
 
@@ -30,11 +28,6 @@ BLOCKS = 8
 def table(tmp_path: Path) -> Iterator[SlotTable]:
     with SlotTable.create("t", BLOCKS, BLOCK, 3, 2, directory=tmp_path) as table:
         yield table
-
-
-@pytest.fixture
-def capturer(table: SlotTable) -> StepCapturer:
-    return StepCapturer(table, SPEC, 32)
 
 
 def rows(seed: int, tokens: int) -> np.ndarray:
@@ -49,11 +42,6 @@ def slots(blocks: list[int], start: int, stop: int) -> np.ndarray:
 def write(table: SlotTable, blocks: list[int], start: int, given: np.ndarray) -> None:
     at = slots(blocks, start, start + len(given))
     table.scatter(at, given, table.marks(at))
-
-
-def record(capturer: StepCapturer, given: Any, **how: Any) -> None:
-    for i, layer in enumerate(SPEC.moe_layers):
-        capturer.record(layer, given[:, i], **how)
 
 
 # --- the table
@@ -333,277 +321,3 @@ def test_what_is_no_table_is_not_attached(tmp_path: Path, table: SlotTable) -> N
     table.path.with_name(table.path.name.replace("-t", "-cut")).write_bytes(table.path.read_bytes()[:5000])
     with pytest.raises(InvalidInputError, match="no table of version 0"):
         SlotTable.attach("cut", directory=tmp_path)
-
-
-# --- a step
-
-
-@pytest.fixture(params=["numpy", "torch", "paddle"])
-def tensor(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
-    """Makes a tensor of each framework."""
-    if request.param == "numpy":
-        return np.asarray
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what it says when imported
-        module = pytest.importorskip(request.param)
-    return module.as_tensor if request.param == "torch" else module.to_tensor
-
-
-@pytest.mark.parametrize("num_experts", [200, 60_000])
-def test_steps_of_each_framework(tmp_path: Path, tensor: Callable[[Any], Any], num_experts: int) -> None:
-    spec = rr.RoutingSpec((3, 4, 7), num_experts, 2)
-    given = np.random.default_rng(0).integers(0, num_experts, (11, 3, 2))
-    blocks = [6, 1, 3]
-    with SlotTable.create("t", BLOCKS, BLOCK, 3, 2, spec.dtype, directory=tmp_path) as table:
-        capturer = StepCapturer(table, spec, 32, like=tensor(given))
-        assert framework_of(capturer._buffer.rows) == framework_of(tensor(given))
-        address = pointer(capturer)
-        for start, stop in ((0, 5), (5, 10), (10, 11)):
-            for i, layer in enumerate(spec.moe_layers):
-                capturer.record(layer, tensor(np.ascontiguousarray(given[start:stop, i])))
-            capturer.prepare(tensor(slots(blocks, start, stop)))
-        capturer.flush()
-        assert pointer(capturer) == address, "CUDA graphs need one address"
-        assert (table.gather(blocks, 0, 11).rows == given).all()
-
-
-def test_a_buffer_that_is_made_in_the_forward(capturer: StepCapturer, table: SlotTable) -> None:
-    """Engines run it in inference mode, and launch steps outside of it."""
-    torch = pytest.importorskip("torch")
-    for start in (0, 4):
-        with torch.inference_mode():
-            record(capturer, torch.as_tensor(rows(start, 4)))
-        capturer.prepare(slots([1, 2], start, start + 4))
-    capturer.flush()
-    assert (table.gather([1, 2], 0, 8).rows == np.concatenate([rows(0, 4), rows(4, 4)])).all()
-
-
-def pointer(capturer: StepCapturer) -> int:
-    tensor = capturer._buffer.rows
-    return int(tensor.ctypes.data if isinstance(tensor, np.ndarray) else tensor.data_ptr())
-
-
-def test_a_flush_that_comes_late_twice_or_never(capturer: StepCapturer, table: SlotTable) -> None:
-    given = rows(0, 12)
-    for start in range(0, 12, 3):
-        record(capturer, given[start : start + 3])
-        capturer.prepare(slots([4, 2, 7], start, start + 3))
-    assert table.gather([4, 2, 7], 0, 12).missing == ((6, 12),)  # two steps are under way at most
-    assert capturer.flush(keep=1) == 1
-    assert table.gather([4, 2, 7], 0, 12).missing == ((9, 12),)
-    assert (capturer.flush(), capturer.flush()) == (1, 0)
-    found = table.gather([4, 2, 7], 0, 12)
-    assert found.missing == ()
-    assert (found.rows == given).all()
-
-
-def test_the_owner_of_a_row_is_that_of_the_launch(capturer: StepCapturer, table: SlotTable) -> None:
-    record(capturer, rows(0, 3))
-    capturer.prepare(slots([4], 0, 3))
-    table.recycle([4])
-    record(capturer, rows(1, 2))
-    capturer.prepare(slots([4], 0, 2))
-    capturer.flush()
-    found = table.gather([4], 0, 3)
-    assert found.missing == ((2, 3),)
-    assert (found.rows[:2] == rows(1, 2)).all()
-    assert (capturer.written, capturer.late) == (2, 3)
-
-
-def test_slots_on_a_device_have_the_generations_of_the_launch_too(
-    capturer: StepCapturer, table: SlotTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A device in name only: what it sends arrives at the flush."""
-    monkeypatch.setattr("rr_dataset.capture.capturer.on_host", lambda value: False)
-    monkeypatch.setattr("rr_dataset.capture.capturer.send", lambda value: lambda: value)
-    table.set_weight_version("w1")
-    record(capturer, rows(0, 8))
-    capturer.prepare(slots([4, 5], 0, 8))
-    table.recycle([4])
-    table.set_weight_version("w2")
-    capturer.flush()
-    found = table.gather([4, 5], 0, 8)
-    assert (found.missing, found.weights) == (((0, 4),), ((4, 8, "w1"),))
-
-
-def test_a_rejected_draft_is_overwritten(capturer: StepCapturer, table: SlotTable) -> None:
-    given = rows(0, 5)
-    record(capturer, given[:4])
-    capturer.prepare(slots([1, 2], 0, 4))  # 2 of the prompt, the token sampled, a draft that is rejected
-    record(capturer, given[4:])
-    capturer.prepare(slots([1, 2], 3, 4))
-    capturer.flush()
-    assert (table.gather([1, 2], 0, 4).rows == given[[0, 1, 2, 4]]).all()
-
-
-def test_padded_rows_are_not_captured(capturer: StepCapturer, table: SlotTable) -> None:
-    given = rows(0, 6)
-    record(capturer, given)
-    capturer.prepare(np.array([-1, 5, 6, -1, 9, 0]), num_tokens=5)
-    capturer.flush()
-    assert table.gather([0, 1, 2], 0, 12).missing == ((0, 5), (7, 9), (10, 12))
-    assert (table.rows[[5, 6, 9]] == given[[1, 2, 4]]).all()
-
-
-def test_dummy_profile_and_pooling_runs_are_not_captured(capturer: StepCapturer, table: SlotTable) -> None:
-    record(capturer, rows(1, 32))  # a profile run, no step
-    capturer.skip()
-    capturer.prepare(np.array([], np.int64))
-    record(capturer, rows(0, 2))
-    capturer.prepare(slots([1], 0, 2))
-    record(capturer, rows(1, 32))  # between two steps
-    capturer.skip()
-    record(capturer, rows(2, 2))
-    capturer.prepare(slots([1], 2, 4))
-    capturer.flush()
-    assert (table.gather([1], 0, 4).rows == np.concatenate([rows(0, 2), rows(2, 2)])).all()
-    assert table.gather([0], 0, 4).missing == ((0, 4),)
-    assert capturer.written == 4
-
-
-def test_a_replayed_graph_records_without_being_seen(capturer: StepCapturer, table: SlotTable) -> None:
-    record(capturer, rows(0, 8))  # while the graph is captured
-    capturer.skip()
-    capturer._buffer.rows[:8] = rows(1, 8)  # what the replay does
-    capturer.prepare(slots([1, 2], 0, 8))
-    capturer.flush()
-    assert (table.gather([1, 2], 0, 8).rows == rows(1, 8)).all()
-
-
-def test_tensor_parallel_ranks_but_the_first_do_nothing(table: SlotTable) -> None:
-    rank_1 = StepCapturer(None, SPEC, 32)
-    record(rank_1, rows(0, 4))
-    rank_1.prepare(slots([1], 0, 4))
-    assert rank_1.flush() == 0
-    rank_1.discard()
-
-
-def test_gathered_ids_of_all_expert_ranks_are_cut(capturer: StepCapturer, table: SlotTable) -> None:
-    """TP x EP: 7 tokens over 4 ranks are gathered as 8."""
-    given = rows(0, 8)
-    record(capturer, given, num_tokens=7)
-    capturer.prepare(slots([1, 2], 0, 7))
-    record(capturer, rows(1, 40)[:, :, :])  # more than a step may have: what lies beyond is nobody's
-    capturer.prepare(slots([3, 4], 0, 7))
-    capturer.flush()
-    assert (table.gather([1, 2], 0, 7).rows == given[:7]).all()
-    assert (table.gather([3, 4], 0, 7).rows == rows(1, 40)[:7]).all()
-
-
-def test_a_layer_in_several_goes(capturer: StepCapturer, table: SlotTable) -> None:
-    given = rows(0, 6)
-    record(capturer, given[:4])
-    record(capturer, given[4:], start=4)
-    capturer.prepare(slots([1, 2], 0, 6))
-    capturer.flush()
-    assert (table.gather([1, 2], 0, 6).rows == given).all()
-
-
-def test_data_parallel_ranks_have_tables_of_their_own(tmp_path: Path) -> None:
-    tables = [SlotTable.create(f"engine.dp{rank}", BLOCKS, BLOCK, 3, 2, directory=tmp_path) for rank in range(2)]
-    for rank, table in enumerate(tables):
-        write(table, [1], 0, rows(rank, 4))
-    for rank, table in enumerate(tables):
-        assert (table.gather([1], 0, 4).rows == rows(rank, 4)).all()
-        table.close()
-
-
-def test_ids_that_were_not_gathered_do_not_let_old_rows_pass(capturer: StepCapturer, table: SlotTable) -> None:
-    """A rank's own 2 tokens of 4: rows 2 and 3 are those of the step before."""
-    record(capturer, rows(0, 4))
-    capturer.prepare(slots([1], 0, 4))
-    record(capturer, rows(1, 2))
-    with pytest.raises(InvalidRoutingError, match="a step of 4 tokens, of which 2 were recorded in every layer$"):
-        capturer.prepare(slots([1], 0, 4))
-    capturer.flush()
-    found = table.gather([1], 0, 4)
-    assert found.missing == ((2, 4),)
-    assert (found.rows[:2] == rows(1, 2)).all()
-
-
-def test_a_layer_that_was_not_recorded_does_not_let_old_rows_pass(capturer: StepCapturer, table: SlotTable) -> None:
-    record(capturer, rows(0, 4))
-    capturer.prepare(slots([1], 0, 4))
-    for layer in (3, 4, 61):  # 61 is a draft model's
-        capturer.record(layer, rows(1, 4)[:, 0])
-    with pytest.raises(
-        InvalidRoutingError, match="of which 0 were recorded in every layer; layers 7 had none: check indexed="
-    ):
-        capturer.prepare(slots([2], 0, 4))
-    capturer.flush()
-    assert table.gather([1, 2], 0, 8).missing == ((4, 8),)
-
-
-def test_layers_by_their_number_and_of_a_pipeline_stage(tmp_path: Path) -> None:
-    given = rows(0, 4)
-    with SlotTable.create("stage", BLOCKS, BLOCK, 2, 2, directory=tmp_path) as table:
-        stage = StepCapturer(table, SPEC, 32, layers=(4, 7), indexed="moe")
-        for number in range(3):
-            stage.record(number, given[:, number])
-        stage.prepare(slots([1], 0, 4))
-        stage.flush()
-        assert (table.gather([1], 0, 4).rows == given[:, 1:]).all()
-
-
-def test_debug_needs_positions(table: SlotTable) -> None:
-    capturer = StepCapturer(table, SPEC, 32, debug=True)
-    record(capturer, rows(0, 2))
-    with pytest.raises(InvalidInputError, match="needs positions="):
-        capturer.prepare(slots([1], 0, 2))
-    record(capturer, rows(0, 2))
-    capturer.prepare(slots([1], 2, 4), np.array([198, 2]))
-    capturer.flush()
-    expected = [[[1, 2], [2, 3], [5, 6]], [[5, 6], [6, 7], [9, 10]]]
-    assert table.gather([1], 2, 4).rows.tolist() == expected
-
-
-@pytest.mark.parametrize(
-    "how", [{"layers": [5]}, {"indexed": "all"}, {"max_tokens": 0}, {"spec": rr.RoutingSpec(range(3), 60_000, 2)}]
-)
-def test_bad_capturers_are_refused(table: SlotTable, how: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInputError):
-        StepCapturer(table, **{"spec": SPEC, "max_tokens": 32, **how})
-
-
-def test_bad_steps_are_refused(capturer: StepCapturer) -> None:
-    with pytest.raises(InvalidRoutingError, match=r"layer 3: topk_ids has shape \(4, 3\): expected \(tokens, 2\)"):
-        capturer.record(3, np.zeros((4, 3), int))
-    with pytest.raises(InvalidRoutingError, match="a list of builtins: expected a tensor"):
-        framework_of([1])
-    record(capturer, rows(0, 2))
-    with pytest.raises(InvalidRoutingError, match="expected whole numbers"):
-        capturer.prepare(np.array([0.5, 1]))
-    record(capturer, rows(0, 2))
-    with pytest.raises(InvalidRoutingError, match="slots 0 to 99"):
-        capturer.prepare([0, 99])
-
-
-# --- the watcher
-
-
-def test_the_watcher_recycles_what_a_request_feeds_first(table: SlotTable) -> None:
-    watcher = BlockWatcher(table, max_requests=3, max_blocks=4)
-    write(table, [1, 2], 0, rows(0, 8))  # cached: the prefix of what follows
-    write(table, [5, 6], 0, rows(1, 8))  # of somebody gone
-    blocks = np.full((3, 4), -1)
-    blocks[2, :4] = [1, 5, 6, 2]
-
-    def feed(start: int, stop: int) -> None:
-        at = np.arange(start, stop)
-        got = watcher.slots(blocks, np.full(len(at), 2), at)
-        assert (got == slots([1, 5, 6, 2], start, stop)).all()
-        table.scatter(got, rows(2, 16)[start:stop], table.marks(got))
-
-    feed(4, 7)
-    feed(7, 8)
-    assert (table.gather([1, 5], 0, 8).rows == np.concatenate([rows(0, 8)[:4], rows(2, 16)[4:8]])).all()
-    assert table.gather([6], 0, 4).missing == (), "not fed, so not touched"
-    feed(8, 10)
-    assert table.gather([6], 0, 4).missing == ((2, 4),)
-    watcher.forget(2)  # the next request of this row is given the same block
-    feed(4, 5)
-    assert table.gather([5], 0, 4).missing == ((1, 4),)
-    padded = watcher.slots(blocks, np.array([2, 0, 1]), np.array([4, -1, 3]))
-    assert padded.tolist() == [20, -1, -1]
-    with pytest.raises(InvalidRoutingError, match=r"rows 3 to 3, up to column 1, of a block table of \(3, 4\)"):
-        watcher.slots(blocks, np.array([3]), np.array([4]))
