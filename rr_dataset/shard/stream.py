@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ _OF_DAMAGE = (
     *(pa.ArrowException, OSError, LookupError, ValueError, TypeError),
     *(OverflowError, MemoryError, NotImplementedError, RecursionError),
 )
+_LIE_BYTES = 1 << 36  # no buffer of a shard is nearly as large
 
 
 class SourceFile(io.RawIOBase):
@@ -70,6 +72,12 @@ def arrow_file(
     except _OF_DAMAGE as error:
         if file.error is not None:
             raise file.error from None
-        if isinstance(error, (CorruptShardError, StorageError, MemoryError)):
+        if isinstance(error, (CorruptShardError, StorageError)) or _is_lack_of_memory(error):
             raise
         raise CorruptShardError(f"{where}pyarrow cannot read it: {error!r:.300}") from error
+
+
+def _is_lack_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed that a sound shard may need, and not one of a length that lies."""
+    size = re.search(r"size (\d+)", str(error))
+    return isinstance(error, MemoryError) and (size is None or int(size[1]) < _LIE_BYTES)
