@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-import shutil
-import tempfile
 import types
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -25,10 +25,8 @@ from rr_dataset.garbage import Collector
 from rr_dataset.lookup import Lookup
 from rr_dataset.publisher import Publisher
 from rr_dataset.slab import ASIDE, DELETE, DROP, PUBLISHED, PUT, SEALED, Entry, SlabContents
-from rr_dataset.storage.local import LocalStorage
-from tests.memory_store import MemoryStorage
+from rr_dataset.storage import Storage
 from tests.routing_oracle import LAYERS, TOP_K, Delete, Put, State, Unit, directory, marks_in, shard_name
-from tests.spooled import MEMORY
 from tests.stepped_store import STORE, Fault, Inline, Process, SteppedStorage, Time
 from tests.targets import Target
 
@@ -63,12 +61,30 @@ class Writer:
     slabs: list[Path] = field(default_factory=list)  # sealed, and not yet acknowledged
 
 
+class Late(Future):  # type: ignore[type-arg]
+    """What is not done before somebody wants it."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__()
+        self.work = work
+
+    def result(self, timeout: float | None = None) -> Any:
+        return self.work()
+
+
 class World:
     """What there is, and what can be done to it. `stack` undoes it all."""
 
-    def begin(self, *, local: bool, last_turn: bool, depth: int) -> None:
+    def place(self) -> Storage:
+        """An empty store, of which `stack` leaves nothing."""
+        raise NotImplementedError
+
+    def objects(self) -> set[str]:
+        """The paths of all that the store holds."""
+        raise NotImplementedError
+
+    def begin(self, *, last_turn: bool, depth: int) -> None:
         self.stack = ExitStack()
-        self.local = local
         self.last_turn, self.depth = last_turn, depth
         self.time = Time(2_000_000_000_000, SKEW_MS)
         self.now, self.event = State(), 0
@@ -78,11 +94,7 @@ class World:
         self.returned: list[tuple[Delete, Target]] = []  # from outside, and not of a certain age
         self.ends: list[tuple[Delete, Target]] = []  # deletes that came to their end
         self.writers = [Writer(f"{i:016x}", run, i) for i, run in enumerate(RUNS)]
-        if self.local:
-            self.root = Path(tempfile.mkdtemp(prefix="rr-lifecycle-", dir=MEMORY if MEMORY.is_dir() else None))
-            self.stack.callback(shutil.rmtree, self.root)
-        inner = LocalStorage(str(self.root)) if self.local else MemoryStorage()
-        self.storage = SteppedStorage(inner, self.time, self.other, self.arrived)
+        self.storage = SteppedStorage(self.place(), self.time, self.other, self.arrived)
         self.storage.running.append(Process(STORE))
         self.patch()
         rr.create_dataset(
@@ -110,15 +122,23 @@ class World:
             perf_counter=lambda: 0.0,
             thread_time=lambda: 0.0,
         )
-        lookup, dataset, delete, publisher, compact, snapshot = (
+        begun = itertools.count()
+
+        def start(_workers: Any, work: Callable[[], Any]) -> Future[Any]:
+            """As late as possible, every second time."""
+            return Late(work) if next(begun) % 2 else Inline().submit(work)
+
+        lookup, dataset, delete, publisher, compact, snapshot, at_once = (
             import_module(f"rr_dataset.{name}")
-            for name in ("lookup", "dataset", "delete", "publisher", "compact", "snapshot")
+            for name in ("lookup", "dataset", "delete", "publisher", "compact", "snapshot", "at_once")
         )
         for module in (lookup, dataset, delete):
             put(module, open_storage=lambda uri, options=None: self.storage)
         for module in (delete, publisher):
             put(module, wall_ms=self.storage.now_ms, ThreadPoolExecutor=Inline)
         put(compact, ThreadPoolExecutor=Inline)
+        put(at_once, ThreadPoolExecutor=Inline)
+        put(at_once.Workers, start=start)
         put(delete, time=clock)
         put(snapshot, time=clock, READ_THREADS=1)
         put(publisher, open_slab=self.open_slab, write_state=self.write_state)
@@ -319,6 +339,3 @@ class World:
             self.do_put(*one)
         for whose in {one[0] for one in some}:
             self.do_flush(whose, len(some) % 2 == 0, None)
-
-    def exists(self, path: str) -> bool:
-        return (self.root / path).exists() if self.local else path in self.storage.inner.objects

@@ -93,9 +93,6 @@ STORE = -1  # the host of the store
 class SteppedStorage:
     """Another store, step by step. `arrived(path)` is told of each object that is there now by a create."""
 
-    is_remote = False
-    requests_at_once = 4
-
     def __init__(
         self, inner: Storage, time: Time, others: Callable[[Any], None], arrived: Callable[[str, bytes], None]
     ) -> None:
@@ -106,6 +103,14 @@ class SteppedStorage:
     @property
     def uri(self) -> str:
         return self.inner.uri
+
+    @property
+    def is_remote(self) -> bool:
+        return self.inner.is_remote
+
+    @property
+    def requests_at_once(self) -> int:
+        return self.inner.requests_at_once
 
     @property
     def process(self) -> Process:
@@ -184,7 +189,7 @@ class SteppedStorage:
 
     def open(self, path: str, entry: Entry | None = None) -> OpenSource:
         self.step("open", path)
-        return self.inner.open(path)
+        return self.inner.open(path, entry)
 
     def read_bytes(self, path: str) -> bytes:
         if path != FORMAT_PATH:  # it is there, and never changes

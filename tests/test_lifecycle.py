@@ -5,9 +5,12 @@ in between one another's steps, against the rules as `routing_oracle` reads them
 from __future__ import annotations
 
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +19,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import rr_dataset as rr
+from rr_dataset.storage import Storage
+from rr_dataset.storage.local import LocalStorage
 from tests.lifecycle_world import DAY_S, MINUTE_MS, RAW, RUNS, SKEW_MS, TTL_S, World
+from tests.memory_store import MemoryStorage, RemoteMemory
 from tests.routing_oracle import LAYERS, Put, Seen, State, Unit, between, directory, records
+from tests.spooled import MEMORY
 from tests.stepped_store import STORE, Fault
 from tests.targets import PREFIXES, TARGETS, Target
 
@@ -72,12 +79,10 @@ faults = st.one_of(st.none(), st.builds(Fault, steps, st.just("kill")), between_
 class Lifecycle(World, RuleBasedStateMachine):
     """One dataset and all who use it."""
 
-    on_disk: bool
-
     @initialize(last_turn=st.booleans(), depth=st.sampled_from([1, 1, 2]), some=puts)
     def create(self, last_turn: bool, depth: int, some: list[tuple[Any, ...]]) -> None:
         self.fine = False
-        self.begin(local=self.on_disk, last_turn=last_turn, depth=depth)
+        self.begin(last_turn=last_turn, depth=depth)
         self.flushed(some)
         self.fine = True
 
@@ -197,8 +202,9 @@ class Lifecycle(World, RuleBasedStateMachine):
         self.check_files()
 
     def check_files(self) -> None:
+        there = self.objects()
         for path, process in self.makers.items():
-            if process.dead or process in self.storage.running or not self.exists(path):
+            if process.dead or process in self.storage.running or path not in there:
                 continue
             raw, compacted = RAW.fullmatch(path), _COMPACTED.fullmatch(path)
             for delete, target in self.ends:
@@ -235,10 +241,7 @@ class Lifecycle(World, RuleBasedStateMachine):
             self.do_collect(1, None)
             self.time.pass_by(20 * MINUTE_MS)
         self.check()
-        left = [path for path in self.makers if self.exists(path)]
-        assert left == ["_rr/format.json"]
-        if self.local:
-            assert [path.name for path in self.root.iterdir()] == ["_rr"]
+        assert self.makers.keys() & self.objects() == {"_rr/format.json"}
 
 
 def told(record: Any, *, whole: bool) -> Seen:
@@ -256,25 +259,49 @@ def told(record: Any, *, whole: bool) -> Seen:
 class OnDisk(Lifecycle):
     """Links, folders and stages."""
 
-    on_disk = True
+    def place(self) -> Storage:
+        self.root = Path(tempfile.mkdtemp(prefix="rr-lifecycle-", dir=MEMORY if MEMORY.is_dir() else None))
+        self.stack.callback(shutil.rmtree, self.root)
+        return LocalStorage(str(self.root))
+
+    def objects(self) -> set[str]:
+        return {str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file()}
+
+    def finish(self) -> None:
+        super().finish()
+        assert [path.name for path in self.root.iterdir()] == ["_rr"]
 
 
 class InMemory(Lifecycle):
     """Objects and nothing else."""
 
-    on_disk = False
+    made = MemoryStorage
+
+    def place(self) -> Storage:
+        return self.made()
+
+    def objects(self) -> set[str]:
+        return set(self.storage.inner.objects)
+
+
+class FarAway(InMemory):
+    """Behind a network: reads go ahead of the tombstones."""
+
+    made = RemoteMemory
 
 
 OnDisk.TestCase.settings = settings(stateful_step_count=20, max_examples=settings().max_examples // 4)
-InMemory.TestCase.settings = settings(stateful_step_count=20)
+InMemory.TestCase.settings = FarAway.TestCase.settings = settings(stateful_step_count=20)
 TestOnDisk = OnDisk.TestCase
 TestInMemory = InMemory.TestCase
+TestFarAway = FarAway.TestCase
 
 
+@pytest.mark.parametrize("kind", [InMemory, FarAway])
 @pytest.mark.parametrize("coins", list(product((False, True), repeat=3)))
-def test_a_torn_listing_of_what_is_newer_than_an_output(coins: tuple[bool, ...]) -> None:
+def test_a_torn_listing_of_what_is_newer_than_an_output(kind: type[InMemory], coins: tuple[bool, ...]) -> None:
     """Whatever a reader sees of an old row, a newer one of the same run and what compaction makes of each, it finds the one or the other."""
-    machine = InMemory()
+    machine = kind()
     machine.create(last_turn=False, depth=1, some=[(0, "p:0:0:0", "whole", (0, 3))])
     newer = ("bring", 2, None, [(2, "p:0:0:0", "whole", (0, 4))], None)
     one_each = ("compact", 0, 40, None)
@@ -282,10 +309,11 @@ def test_a_torn_listing_of_what_is_newer_than_an_output(coins: tuple[bool, ...])
     machine.teardown()
 
 
+@pytest.mark.parametrize("kind", [InMemory, FarAway])
 @pytest.mark.parametrize("step", range(5))
-def test_a_whole_delete_between_two_steps_of_a_worker(step: int) -> None:
+def test_a_whole_delete_between_two_steps_of_a_worker(kind: type[InMemory], step: int) -> None:
     """It leaves no file: what the delete could not list yet, the worker takes back."""
-    machine = InMemory()
+    machine = kind()
     machine.create(last_turn=False, depth=1, some=[])
     fault = Fault(step, "between", (("delete", 1, ([TARGETS[1]], None, None), None),))
     machine.publish(0, apart=False, which=0, some=[(0, "p:0:0:0", "whole", (0, 3))], fault=fault)
