@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -425,3 +427,11 @@ def test_without_the_allocator_s_word_nothing_stale_is_stored(
     monkeypatch.setattr(tree_b, "allocated", lambda _: None)
     tree_b.run(requests(9, 6), random.Random(0))
     assert writer.flush().dropped == {NO_ALLOCATOR: 6}
+
+
+def test_it_loads_nothing_heavy_into_the_engine() -> None:
+    code = (
+        "import sys, rr_dataset.capture.fastdeploy; print(*{'pyarrow', 'fsspec', 'paddle', 'torch'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
