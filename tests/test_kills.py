@@ -11,7 +11,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,6 +51,7 @@ say("closed")
 """
 
 Put = tuple[int, int]  # thread, number
+Look = Callable[[], list[tuple[int, Put]]]  # (stamp, put) of every row in the files
 
 
 @dataclass
@@ -78,7 +79,7 @@ class Model:
 
 
 def stored(root: Path) -> list[tuple[int, Put]]:
-    """(stamp, put) of every row in the files. No code of ours."""
+    """No code of ours."""
     found = []
     for path in root.rglob("*.arrow"):
         with pa.ipc.open_file(path) as file:
@@ -90,8 +91,8 @@ def stored(root: Path) -> list[tuple[int, Put]]:
     return sorted(found)
 
 
-def check(root: Path, model: Model) -> None:
-    rows = stored(root)
+def check(root: Path | str, model: Model, look: Look) -> None:
+    rows = look()
     times = Counter(each for _, each in rows)
     assert {each: times[each] for each in model.accepted} == dict.fromkeys(model.accepted, 1)
     extra = set(times) - model.accepted
@@ -141,12 +142,22 @@ def lives(directory: Path) -> bool:
     return False
 
 
-def finish(engine: Engine, model: Model, root: Path, place: Path, *, both: bool, by_writer: bool) -> None:
+def finish(
+    engine: Engine,
+    model: Model,
+    root: Path | str,
+    place: Path,
+    *,
+    both: bool,
+    by_writer: bool,
+    look: Look | None = None,
+) -> None:
     """After the kill: what had been flushed is there, and then all that was accepted, each once."""
+    look = look or (lambda: stored(Path(root)))
     engine.process.wait()
     until(lambda: not any(lives(spool) for spool in spools(place)[2:]), "the worker has ended")
     until(lambda: not any(map(alive, model.workers)), "it is gone")
-    assert model.flushed <= {each for _, each in stored(root)}
+    assert model.flushed <= {each for _, each in look()}
     if model.closed:
         assert len(model.accepted) == THREADS * PUTS
     if not both:
@@ -156,7 +167,7 @@ def finish(engine: Engine, model: Model, root: Path, place: Path, *, both: bool,
             until(lambda: len(spools(place)) == 3, "the next writer has taken everything over")
     else:
         rr.recover(place, uri=str(root))
-    check(root, model)
+    check(root, model, look)
 
 
 def listen(engine: Engine, model: Model, lines: int | None = None) -> None:

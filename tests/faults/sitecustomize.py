@@ -2,7 +2,8 @@
 
 RR_FAULT, JSON, says where: {"role": "engine" or "worker", "step": "package.module:name.of.function", "when": "before" or
 "after", "nth": which call that comes to it, "both": whether the other process is killed too, "mark": a file that is made when it fires}.
-It fires once for all processes: a worker that is started again lives.
+It fires once for all processes: a worker that is started again lives. "set", by "package.module:NAME": other values for these
+in every process, as parts of an upload that are small.
 """
 
 from __future__ import annotations
@@ -51,5 +52,7 @@ def _arm(role: str, step: str, when: str, nth: int, both: bool, mark: str) -> No
 
 if "RR_FAULT" in os.environ:
     fault = json.loads(os.environ["RR_FAULT"])
+    for place, value in fault.pop("set", {}).items():
+        setattr(import_module(place.partition(":")[0]), place.partition(":")[2], value)
     if ("rr_dataset.worker" in sys.orig_argv) == (fault["role"] == "worker"):
         _arm(**fault)
