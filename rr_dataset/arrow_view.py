@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import reduce
+from itertools import chain, islice
 from operator import and_
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as pads
 import pyarrow.fs as pafs
 
+from rr_dataset.arrow_store import StoreHandler
 from rr_dataset.errors import InvalidInputError, ObjectNotFoundError, ReadConflictError
+from rr_dataset.far_source import FarSource
 from rr_dataset.keys import Prefix
 from rr_dataset.layout import parse_partition
 from rr_dataset.lookup import Lookup
 from rr_dataset.record import Row
 from rr_dataset.schema import shard_schema
-from rr_dataset.shard import arrow_file
+from rr_dataset.shard import Source, arrow_file, likely_tail
 from rr_dataset.snapshot import MAX_ATTEMPTS, Listed, Located, Shard, Snapshot
+from rr_dataset.storage import Entry
 
 Expression = Any  # pc.Expression; pyarrow ships no types
 Rows = dict[str, Located]  # by record id
-_Described = tuple[
-    str, Expression, list[str], bool
-]  # path, what holds for its rows, rows to hide, whether some are foreign
+_Ends = dict[str, FarSource]  # by path
+
+
+class _Described(NamedTuple):
+    """A file as pyarrow is told of it."""
+
+    path: str
+    entry: Entry
+    guarantee: Expression  # holds for all its rows
+    hidden: list[str]  # record ids of rows that are not shown
+    mixed: bool  # whether some rows may be of another prefix or run
+
 
 _RANGED = ("request_id", "t_submit", "weight_version")  # columns with a guarantee, beside the components
 _TYPES = {"t_submit": pa.uint64()}  # of these; the others are texts
@@ -37,7 +51,9 @@ def scan(
     """See `RoutingDataset.scan`."""
     schema = shard_schema(lookup.format.spec, lookup.format.keys)
     names = schema.names if columns is None else _checked(columns, schema)
-    options = pa.ipc.IpcReadOptions(included_fields=sorted(map(schema.get_field_index, names)), use_threads=False)
+    options = pa.ipc.IpcReadOptions(use_threads=False)
+    if len(names) < len(schema):  # else a batch is one read
+        options.included_fields = sorted(map(schema.get_field_index, names))
     parsed = lookup.prefix(prefix)
 
     def use(snapshot: Snapshot) -> list[tuple[str, Rows]]:
@@ -45,8 +61,8 @@ def scan(
 
     def batches() -> Iterator[pa.RecordBatch]:
         for partitions in lookup.reader.read_each(lookup.partition_paths(parsed), use):
-            for path, rows in partitions:
-                yield from _scan_partition(lookup, path, rows, names, options)
+            for path, rows, ends in _with_ends(lookup, partitions):
+                yield from _scan_partition(lookup, path, rows, ends, names, options)
 
     return batches()
 
@@ -55,30 +71,31 @@ def to_pyarrow(lookup: Lookup, prefix: str | Mapping[str, str | int] | None, pru
     """See `RoutingDataset.to_pyarrow`."""
     schema = shard_schema(lookup.format.spec, lookup.format.keys)
     parsed = lookup.prefix(prefix)
-    filesystem = pafs.LocalFileSystem()
-    file_format = pads.IpcFileFormat()
-    fragments = []
-    dead: list[str] = []
-    foreign = False  # whether some file may have rows of another prefix or run
 
     def use(snapshot: Snapshot) -> list[_Described]:
         unread: list[_Described] = [
-            (item.path, _named(path, item), [], not _is_whole(lookup, parsed))
+            _Described(item.path, item.entry, _named(path, item), [], not _is_whole(lookup, parsed))
             for path, items in snapshot.unread.items()
             for item in items
         ]
         return [*unread, *(each for path in snapshot.shards for each in _fragments(lookup, snapshot, path, parsed))]
 
-    for found in lookup.reader.read_each(lookup.partition_paths(parsed), use, names_only=not prune):
-        for path, guarantee, hidden, mixed in found:
-            place = f"{lookup.storage.uri}/{path}"
-            fragments.append(file_format.make_fragment(place, filesystem, partition_expression=guarantee))
-            dead += hidden
-            foreign = foreign or mixed
+    files = list(
+        chain.from_iterable(lookup.reader.read_each(lookup.partition_paths(parsed), use, names_only=not prune))
+    )
+    filesystem = pafs.LocalFileSystem()
+    if lookup.storage.is_remote:
+        filesystem = pafs.PyFileSystem(StoreHandler(lookup.storage, {file.path: file.entry for file in files}))
+    file_format = pads.IpcFileFormat()
+    fragments = [
+        file_format.make_fragment(f"{lookup.storage.uri}/{file.path}", filesystem, partition_expression=file.guarantee)
+        for file in files
+    ]
+    dead = [record_id for file in files for record_id in file.hidden]
     dataset = pads.FileSystemDataset(fragments, schema, file_format, filesystem)
     if dead:
         dataset = dataset.filter(~pc.field("record_id").isin(pa.array(dead)))
-    if foreign:
+    if any(file.mixed for file in files):
         dataset = dataset.filter(_selection(lookup, parsed))
     return dataset
 
@@ -106,8 +123,31 @@ def _checked(columns: Sequence[str], schema: pa.Schema) -> list[str]:
 # Scanning
 
 
+def _with_ends(lookup: Lookup, partitions: Sequence[tuple[str, Rows]]) -> Iterator[tuple[str, Rows, _Ends]]:
+    """On a remote store with the ends of the shards, fetched side by side: all there is of small ones."""
+    if not lookup.storage.is_remote:
+        yield from ((path, rows, {}) for path, rows in partitions)
+        return
+    left = iter(partitions)
+    while some := list(islice(left, lookup.storage.requests_at_once)):
+        shards = {each.shard.path: each.shard for _, rows in some for each in rows.values()}
+        ends = {path: _held(lookup, shard) for path, shard in shards.items()}
+        lookup.reader.workers.each(_fetch, list(ends.values()))
+        yield from ((path, rows, ends) for path, rows in some)
+
+
+def _held(lookup: Lookup, shard: Shard) -> FarSource:
+    source = lookup.storage.open(shard.path, shard.entry)
+    return FarSource(source, likely_tail(len(shard.index.rows), shard.entry.size))
+
+
+def _fetch(end: FarSource) -> None:
+    with suppress(ObjectNotFoundError):  # who reads it looks where its rows are now
+        end.fetch_end()
+
+
 def _scan_partition(
-    lookup: Lookup, partition: str, rows: Rows, names: list[str], options: pa.ipc.IpcReadOptions
+    lookup: Lookup, partition: str, rows: Rows, ends: _Ends, names: list[str], options: pa.ipc.IpcReadOptions
 ) -> Iterator[pa.RecordBatch]:
     """All the rows, wherever they are by then: a row whose shard vanished is in the one that replaced it, or deleted."""
     attempts = 0
@@ -115,7 +155,7 @@ def _scan_partition(
     while pending:
         shard, numbers = pending[-1]
         try:
-            for count, batch in _read_shard(lookup, shard, numbers, names, options):
+            for count, batch in _read_shard(lookup, shard, ends.pop(shard.path, None), numbers, names, options):
                 numbers = numbers[count:]
                 pending[-1] = (shard, numbers)
                 attempts = 0
@@ -153,13 +193,19 @@ def _relocated(lookup: Lookup, partition: str, record_ids: set[str]) -> Rows:
 
 
 def _read_shard(
-    lookup: Lookup, shard: Shard, wanted: list[int], names: list[str], options: pa.ipc.IpcReadOptions
+    lookup: Lookup,
+    shard: Shard,
+    end: Source | None,
+    wanted: list[int],
+    names: list[str],
+    options: pa.ipc.IpcReadOptions,
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """The rows of these numbers, a record batch at a time: how many, and their content."""
-    with (
-        lookup.storage.open(shard.path) as source,
-        arrow_file(source, shard.entry.size, options, f"{lookup.storage.uri}: {shard.path}: ") as reader,
-    ):
+    with ExitStack() as opened:
+        if end is None:
+            end = opened.enter_context(lookup.storage.open(shard.path, shard.entry))
+        where = f"{lookup.storage.uri}: {shard.path}: "
+        reader = opened.enter_context(arrow_file(end, shard.entry.size, options, where))
         at = 0
         while at < len(wanted):
             number = shard.index.batch_of(wanted[at])
@@ -186,7 +232,7 @@ def _fragments(lookup: Lookup, snapshot: Snapshot, partition: str, prefix: Prefi
         mine = [row for row in shard.index.rows if _belongs(lookup, prefix, row)]
         hidden = [row.record_id for row in mine if row.record_id not in left]
         left -= held
-        yield shard.path, _guarantee(lookup, shard), hidden, len(mine) < len(shard.index.rows)
+        yield _Described(shard.path, shard.entry, _guarantee(lookup, shard), hidden, len(mine) < len(shard.index.rows))
 
 
 def _belongs(lookup: Lookup, prefix: Prefix, row: Row) -> bool:

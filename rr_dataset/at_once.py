@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from threading import Condition
 from typing import TypeVar
 
@@ -21,6 +22,13 @@ def answers(storage: Storage, ask: Callable[[_T], _R], items: Sequence[_T]) -> l
         return [ask(item) for item in items]
     with ThreadPoolExecutor(min(len(items), storage.requests_at_once), "rr-ask") as pool:
         return list(pool.map(ask, items))
+
+
+def answer_each(storage: Storage, ask: Callable[[_T], _R], items: Iterable[_T]) -> Iterator[_R]:
+    """`answers`, however many items there are: some at a time on a remote store, else one."""
+    left = iter(items)
+    while some := list(islice(left, storage.requests_at_once if storage.is_remote else 1)):
+        yield from answers(storage, ask, some)
 
 
 class Workers:

@@ -8,7 +8,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
 
-from rr_dataset.compact_plan import TARGET_BYTES, Task, plan
+from rr_dataset.at_once import answer_each
+from rr_dataset.compact_plan import TARGET_BYTES, Candidate, Task, plan
 from rr_dataset.compactor import Compactor, CompactReport, is_mine
 from rr_dataset.errors import InvalidInputError
 from rr_dataset.lookup import Lookup
@@ -77,10 +78,8 @@ def plan_compaction(
     _check(compression, target_bytes, shard)
     return (
         task
-        for path in compactor.partitions(prefix, shard)
-        for task in plan(
-            path, compactor.candidates(compactor.view(path))[0], target_bytes=target_bytes, compression=compression
-        )
+        for path, candidates, _ in _looked_at(compactor, prefix, shard)
+        for task in plan(path, candidates, target_bytes=target_bytes, compression=compression)
     )
 
 
@@ -99,14 +98,29 @@ def compact_with(
 
     def tasks() -> Iterator[Task]:
         nonlocal beside
-        for path in compactor.partitions(prefix, shard):
-            view = compactor.view(path)
-            beside += compactor.remove_replaced(view)
-            candidates, damaged = compactor.candidates(view)
-            beside += CompactReport(damaged=tuple(damaged.values()))
+        for path, candidates, seen in _looked_at(compactor, prefix, shard, remove=True):
+            beside += seen
             yield from plan(path, candidates, target_bytes=target_bytes, compression=compression)
 
     return _run(compactor, tasks(), jobs, progress) + beside
+
+
+def _looked_at(
+    compactor: Compactor,
+    prefix: str | Mapping[str, str | int] | None,
+    shard: tuple[int, int],
+    *,
+    remove: bool = False,
+) -> Iterator[tuple[str, list[Candidate], CompactReport]]:
+    """Each directory, what can be compacted there, and what is damaged; `remove`: and was removed."""
+
+    def look(path: str) -> tuple[str, list[Candidate], CompactReport]:
+        view = compactor.view(path)
+        removed = compactor.remove_replaced(view) if remove else CompactReport()
+        candidates, damaged = compactor.candidates(view)
+        return path, candidates, removed + CompactReport(damaged=tuple(damaged.values()))
+
+    return answer_each(compactor.storage, look, compactor.partitions(prefix, shard))
 
 
 def _run(compactor: Compactor, tasks: Iterable[Task], jobs: int, progress: Progress | None) -> CompactReport:

@@ -23,14 +23,16 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from rr_dataset.at_once import answers
 from rr_dataset.clock import wall_ms
 from rr_dataset.compact_plan import Candidate, Task
 from rr_dataset.errors import CorruptShardError, ObjectNotFoundError, ReadConflictError
-from rr_dataset.layout import STAGING_DIR, DatasetFormat, ShardName, parse_partition
+from rr_dataset.layout import MARGIN_S, STAGING_DIR, DatasetFormat, ShardName, parse_partition
 from rr_dataset.lookup import Lookup
 from rr_dataset.merge import Codec, DamagedInputError, Workspace, keep_rows, merge, row_bytes
 from rr_dataset.options import parse_compression
 from rr_dataset.snapshot import MAX_ATTEMPTS, Listed, Located, Shard
+from rr_dataset.storage import Entry
 from rr_dataset.tombstones import TombstoneCache, TombstoneSet, list_tombstones, relist_tombstones
 
 MAX_LEVEL = 99
@@ -81,7 +83,7 @@ class View:
 
     def replaced(self, before_ms: int) -> list[Listed]:
         """Shards whose output was there before then, lowest level first, so that none outlives what hides its own inputs."""
-        old = [shard for shard in self.compacted.values() if shard.entry.mtime_s * 1000 < before_ms]
+        old = [shard for shard in self.compacted.values() if named_ms(shard.entry) < before_ms]
         names = {name for shard in old for name in shard.index.inputs} & self.listed.keys()
         return sorted((self.listed[name] for name in names), key=lambda item: item.name)
 
@@ -91,7 +93,7 @@ class Compactor:
 
     def __init__(self, lookup: Lookup, now_ms: Callable[[], int] = wall_ms) -> None:
         self._lookup = lookup
-        self._storage, self._format = lookup.storage, lookup.format
+        self.storage, self._format = lookup.storage, lookup.format
         self._now_ms = now_ms
         self._tombstones = TombstoneCache(self._format.keys, self._format.last_turn)
         self._spaces = threading.local()
@@ -108,7 +110,7 @@ class Compactor:
             try:
                 listed = {item.name.text: item for item in reader.listing([path])[path]}
                 listed_ms = self._now_ms()
-                tombstones = list_tombstones(self._storage, self._tombstones)
+                tombstones = list_tombstones(self.storage, self._tombstones)
                 compacted, damaged = {}, {}
                 for name, item in listed.items():
                     if item.name.level and len(listed) > 1:  # alone it hides nothing
@@ -119,7 +121,7 @@ class Compactor:
                 return View(path, listed, compacted, tombstones, listed_ms, damaged)
             except ObjectNotFoundError as error:
                 problem = error
-        raise ReadConflictError(f"{self._storage.uri}: {path}: files kept vanishing; try again later") from problem
+        raise ReadConflictError(f"{self.storage.uri}: {path}: files kept vanishing; try again later") from problem
 
     def candidates(self, view: View) -> tuple[list[Candidate], dict[str, str]]:
         """The visible shards in numbers, and what is wrong with others, by name."""
@@ -160,8 +162,8 @@ class Compactor:
         """Step 8, for outputs of earlier runs."""
         gone = view.replaced(self._now_ms() - grace_ms(self._format))
         if gone:
-            self._storage.sync_dirs([view.path])  # the outputs' names must not be lost after their inputs
-            self._storage.delete(item.path for item in gone)
+            self.storage.sync_dirs([view.path])  # the outputs' names must not be lost after their inputs
+            self.storage.delete(item.path for item in gone)
         return CompactReport(shards_removed=len(gone), bytes_removed=sum(item.entry.size for item in gone))
 
     def execute(self, task: Task) -> CompactReport:
@@ -178,9 +180,9 @@ class Compactor:
             return CompactReport(skipped=1)
 
     def _replace(self, task: Task, view: View) -> CompactReport:
-        storage, fmt, pairs = self._storage, self._format, parse_partition(task.partition) or ()
+        storage, fmt, pairs = self.storage, self._format, parse_partition(task.partition) or ()
         items = [view.listed[name] for name in task.inputs]
-        shards = [self._load(item) for item in items]
+        shards = answers(storage, self._load, items)
         located = [Located(row, shard, i) for shard in shards for i, row in enumerate(shard.index.rows)]
         kept = keep_rows(located, view.tombstones, fmt)
         report = CompactReport(
@@ -229,6 +231,15 @@ class Compactor:
             self._spaces.space = Workspace()
         space: Workspace = self._spaces.space
         return space
+
+
+def named_ms(entry: Entry) -> float:
+    """The latest moment at which an object can have got its name, by the clock of the store.
+
+    S3 stamps with whole seconds, and what came in parts, as the dash in its etag tells, with the begin of the upload.
+    """
+    late_s = 0.0 if not entry.etag else MARGIN_S if "-" in entry.etag else 1.0
+    return (entry.mtime_s + late_s) * 1000
 
 
 def grace_ms(fmt: DatasetFormat) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rr_dataset.compactor import grace_ms
+from rr_dataset.compactor import grace_ms, named_ms
 from rr_dataset.errors import FormatError, ObjectNotFoundError
 from rr_dataset.layout import (
     GC_DIR,
@@ -73,7 +73,7 @@ class Fold:
         """clean: expired tombstones that no shard needs, by a listing that began after `begin`."""
         storage, fmt, now_ms = self._storage, self._format, self._now_ms()
         droppable = clean & self.proven
-        ages_ms = {entry.name: now_ms - entry.mtime_s * 1000 for entry in storage.list(TOMBSTONE_DIR)}
+        ages_ms = {entry.name: now_ms - named_ms(entry) for entry in storage.list(TOMBSTONE_DIR)}
         relist_tombstones(storage, self._cache)
         files = self._cache.files
         settled = {name for name in files if ages_ms.get(name, 0) > grace_ms(fmt)}

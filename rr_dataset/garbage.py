@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from rr_dataset.at_once import answer_each
 from rr_dataset.clock import wall_ms
 from rr_dataset.compactor import Compactor, View, expired_tombstones, grace_ms
 from rr_dataset.errors import CorruptShardError, ObjectNotFoundError
@@ -74,20 +75,25 @@ class Collector:
         expired = expired_tombstones(self._tombstones, self._format, self._now_ms())
         pinned: set[str] = set()  # tombstones that some shard still needs
         report = GarbageReport()
-        for path in self._lookup.partition_paths(self._lookup.prefix(None)):
-            view = self._compactor.view(path)
-            report += self._partition(view, expired, pinned, dry_run=dry_run)
+
+        def one(path: str) -> tuple[GarbageReport, set[str]]:
+            return self._partition(self._compactor.view(path), expired, dry_run=dry_run)
+
+        for done, needed in answer_each(self._storage, one, self._lookup.partition_paths(self._lookup.prefix(None))):
+            report += done
+            pinned |= needed
         report += self._staging(dry_run=dry_run)
-        done = fold.finish(expired - pinned, dry_run=dry_run)
+        folded = fold.finish(expired - pinned, dry_run=dry_run)
         return replace(
             report,
-            tombstones_dropped=done.dropped,
-            tombstone_files_removed=done.files_removed,
-            tombstones_folded=done.folded,
+            tombstones_dropped=folded.dropped,
+            tombstone_files_removed=folded.files_removed,
+            tombstones_folded=folded.folded,
         )
 
-    def _partition(self, view: View, expired: frozenset[str], pinned: set[str], *, dry_run: bool) -> GarbageReport:
-        """Steps 1 and 2; adds to `pinned`."""
+    def _partition(self, view: View, expired: frozenset[str], *, dry_run: bool) -> tuple[GarbageReport, set[str]]:
+        """Steps 1 and 2, and the expired tombstones that some shard there still needs."""
+        pinned: set[str] = set()
         pairs = parse_partition(view.path) or ()
         covered: list[Listed] = []
         for item in view.listed.values():
@@ -115,7 +121,7 @@ class Collector:
             if len(covered) + len(replaced) == len(view.listed):
                 self._storage.remove_empty_dirs(view.path)
         size = sum(item.entry.size for item in (*covered, *replaced))
-        return GarbageReport(covered=len(covered), replaced=len(replaced), bytes=size)
+        return GarbageReport(covered=len(covered), replaced=len(replaced), bytes=size), pinned
 
     def _staging(self, *, dry_run: bool) -> GarbageReport:
         """Step 3. A live create whose file goes all the same fails, and is tried again."""

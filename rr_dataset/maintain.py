@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rr_dataset.at_once import answer_each
 from rr_dataset.clock import COUNTER_MAX, millis, pack, wall_ms
 from rr_dataset.compact import Progress, compact_with
 from rr_dataset.compact_plan import TARGET_BYTES
@@ -96,12 +97,8 @@ class Steward:
         earlier = relist_tombstones(self._storage, self._tombstones)
         marks = [each for file in self._tombstones.files.values() for each in file]
         done = max((each.t_del for each in marks if each.kind == "all" and each.run is None), default=-1)
-        shards = [
-            item
-            for path in self._compactor.partitions(None, (1, 1))
-            for item in self._compactor.view(path).visible
-            if item.name.tmax > done
-        ]
+        views = answer_each(self._storage, self._compactor.view, self._compactor.partitions(None, (1, 1)))
+        shards = [item for view in views for item in view.visible if item.name.tmax > done]
         now_ms = self._now_ms()
         until = cut(shards, fmt, now_ms)
         if until is None or until <= done:

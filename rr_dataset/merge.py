@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
+from rr_dataset.at_once import Budget, answers
 from rr_dataset.errors import CorruptShardError
 from rr_dataset.keys import KeyScheme
 from rr_dataset.layout import DatasetFormat
@@ -36,6 +37,7 @@ from rr_dataset.tombstones import TombstoneSet
 BATCH_BYTES = 256 << 20  # the samples of a prompt, side by side
 MIXED_BATCH_BYTES = 16 << 20  # where a partition holds many prompts: who reads one of them decodes its batch
 BATCH_ROWS = 4096
+IN_FLIGHT_BYTES = 64 << 20  # of shards that are read side by side from a remote store, or one that is larger
 LONG_ROW_BYTES = 256 << 10  # of one row in one column: the window of zstd's lower levels would miss its neighbour
 LONG_ROW_LEVEL = 3
 
@@ -185,13 +187,17 @@ def _load(group: Sequence[Located], rows: Sequence[RowData], storage: Storage) -
     by_shard: dict[str, list[tuple[Located, RowData]]] = {}
     for each, data in zip(group, rows, strict=True):
         by_shard.setdefault(each.shard.path, []).append((each, data))
-    for path, pairs in by_shard.items():
+    budget = Budget(IN_FLIGHT_BYTES)
+
+    def load(pairs: Sequence[tuple[Located, RowData]]) -> None:
         shard = pairs[0][0].shard
-        with storage.open(path) as source:
+        with budget.hold(shard.entry.size), storage.open(shard.path, shard.entry) as source:
             try:
                 _read(source, shard.index, [(each.number, data) for each, data in pairs])
             except CorruptShardError as error:
-                raise DamagedInputError(path, f"{storage.uri}: {path}: {error}") from error
+                raise DamagedInputError(shard.path, f"{storage.uri}: {shard.path}: {error}") from error
+
+    answers(storage, load, list(by_shard.values()))
 
 
 def _read(source: Source, index: ShardIndex, rows: Sequence[tuple[int, RowData]]) -> None:
@@ -343,7 +349,7 @@ def _arrow(storage: Storage, path: str, shard: Shard) -> Iterator[Any]:
     """pyarrow's reader of a shard. Raises DamagedInputError for what it cannot read."""
     try:
         with (
-            storage.open(path) as source,
+            storage.open(path, shard.entry) as source,
             arrow_file(source, shard.entry.size, pa.ipc.IpcReadOptions(use_threads=False)) as reader,
         ):
             yield reader

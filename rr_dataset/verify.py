@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
+from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
 
+from rr_dataset.at_once import Budget, answer_each
 from rr_dataset.clock import wall_ms
 from rr_dataset.errors import (
     CorruptShardError,
@@ -25,6 +27,7 @@ from rr_dataset.errors import (
     ObjectNotFoundError,
     ReadConflictError,
 )
+from rr_dataset.far_source import FarSource
 from rr_dataset.layout import (
     MARGIN_S,
     QUARANTINE_DIR,
@@ -39,7 +42,7 @@ from rr_dataset.layout import (
 from rr_dataset.live import merge_ranges
 from rr_dataset.lookup import Lookup
 from rr_dataset.record import RoutingRecord, RoutingSpec, Row
-from rr_dataset.shard import ShardIndex, check_shard, read_index
+from rr_dataset.shard import ShardIndex, Source, check_shard, read_index
 from rr_dataset.snapshot import MAX_ATTEMPTS, Shard, Snapshot
 from rr_dataset.storage import Entry, Storage
 from rr_dataset.tombstones import Pairs, TombstoneCache, TombstoneSet, list_tombstones
@@ -53,7 +56,13 @@ MOVED = IN_SHARDS | {"foreign"}  # what `repair` takes out of the way
 
 _READ_AT_ONCE = 32  # records, of some ten megabytes
 
+WHOLE_BYTES = (
+    64 << 20
+)  # of a shard in a remote store: read as a whole, as each byte is looked at twice; of a larger one the end
+IN_FLIGHT_BYTES = 256 << 20  # of shards that are checked side by side, or one that is larger
+
 _WHOLE = -1  # stands for the whole file, before its rows
+_Counts = dict[str, int]
 _Fault = tuple[str, int | None, str]  # kind, row number or None for the whole file, text
 
 _OWN_PREFIXES = (".", "_")  # of names that readers of any kind skip
@@ -137,10 +146,13 @@ def verify(
         paths = run.measure(paths)
     problems = [] if prefix is not None else [*run.around()]
     problems += run.tombstone_files()
-    for path in paths:
-        found = run.partition(path)
+    for found in answer_each(lookup.storage, run.partition, paths):
         problems += _moved(lookup.storage, found) if repair else found
     return run.report(problems)
+
+
+def _counts() -> _Counts:
+    return {"partitions": 0, "shards": 0, "rows": 0, "bytes": 0, "records": 0}
 
 
 class _Run:
@@ -156,12 +168,15 @@ class _Run:
         self._total = 0
         self._cache = TombstoneCache(lookup.format.keys, lookup.format.last_turn)
         self._tombstones_readable = True
-        self._counts = {"partitions": 0, "shards": 0, "rows": 0, "bytes": 0, "records": 0}
+        self._counts = _counts()
+        self._counting = Lock()
+        self._budget = Budget(IN_FLIGHT_BYTES)
 
     def measure(self, paths: Iterable[str]) -> Iterator[str]:
         """The same paths, once it is known how much there is to read."""
         known = list(paths)
-        self._total = sum(entry.size for path in known for entry in self._storage.list(path))
+        listed = answer_each(self._storage, self._storage.list, known)
+        self._total = sum(entry.size for entries in listed for entry in entries)
         return iter(known)
 
     def report(self, problems: Iterable[Problem]) -> VerifyReport:
@@ -172,7 +187,8 @@ class _Run:
 
     def around(self) -> Iterator[Problem]:
         """Foreign things outside the partitions, empty ones of these, and what dead writers left in staging."""
-        yield from self._level("", self._format.keys.components[: self._format.keys.partition_by])
+        names = self._format.keys.components[: self._format.keys.partition_by]
+        yield from self._level("", names, self._storage.list_dirs(""))
         for writer in sorted(self._storage.list_dirs(STAGING_DIR)):
             path = f"{STAGING_DIR}/{writer}"
             limit_s = MARGIN_S + self._format.max_clock_skew_s
@@ -182,11 +198,11 @@ class _Run:
                 text = f"{len(old)} unfinished files, {size} bytes, older than {MARGIN_S:.0f} s; gc removes them"
                 yield Problem("staging", path, text, count=len(old))
 
-    def _level(self, path: str, names: tuple[str, ...]) -> Iterator[Problem]:
-        """A directory above the partitions; one of them when no level is left."""
-        directories = sorted(self._storage.list_dirs(path))
+    def _level(self, path: str, names: tuple[str, ...], directories: Sequence[str]) -> Iterator[Problem]:
+        """A directory above the partitions, and those in it; one of the partitions when no level is left."""
+        directories = sorted(directories)
         if not names:
-            if not directories and not self._storage.list(path) and self._is_old(path):
+            if not directories and self._is_old(path) and not self._storage.list(path):
                 yield Problem("empty", path, "a directory without a file; gc removes it")
             for name in directories:
                 yield Problem("foreign", f"{path}/{name}", "a directory within a partition; readers pass it over")
@@ -196,12 +212,15 @@ class _Run:
             if not entry.name.startswith(_OWN_PREFIXES):
                 yield Problem("foreign", _join(path, entry.name), "a file outside the partitions; readers pass it over")
         yield from self._special(path)
+        below = []
         for name in directories:
             pairs = parse_partition(name)
             if pairs is not None and pairs[0][0] == names[0]:
-                yield from self._level(_join(path, name), names[1:])
+                below.append(_join(path, name))
             elif not name.startswith(_OWN_PREFIXES):
                 yield Problem("foreign", _join(path, name), f"a directory that is no {names[0]}=<value>")
+        for place, held in zip(below, answer_each(self._storage, self._storage.list_dirs, below), strict=True):
+            yield from self._level(place, names[1:], held)
 
     def _special(self, path: str) -> Iterator[Problem]:
         for name in sorted(self._storage.list_others(path)):
@@ -236,16 +255,19 @@ class _Run:
     def partition(self, path: str) -> list[Problem]:
         """What is wrong in one directory, in one consistent view of it."""
         for _ in range(MAX_ATTEMPTS):
-            counted = dict(self._counts)
+            counts = _counts()
             with suppress(ObjectNotFoundError):
-                return list(self._partition(path))
-            self._counts = counted
+                problems = list(self._partition(path, counts))
+                with self._counting:
+                    for name, count in counts.items():
+                        self._counts[name] += count
+                return problems
         raise ReadConflictError(
             f"{self._storage.uri}: {path}: {MAX_ATTEMPTS} attempts to check it failed, a file vanished each time; try again "
             "when less is deleted or compacted at once"
         )
 
-    def _partition(self, path: str) -> Iterator[Problem]:
+    def _partition(self, path: str, counts: _Counts) -> Iterator[Problem]:
         entries = sorted(self._storage.list(path))
         tombstones = self._tombstones()
         pairs = parse_partition(path) or ()
@@ -254,7 +276,7 @@ class _Run:
         for entry in entries:
             name = parse_shard_name(entry.name)
             if name is not None:
-                shard, problems = self._shard(f"{path}/{entry.name}", entry, name, pairs)
+                shard, problems = self._shard(f"{path}/{entry.name}", entry, name, pairs, counts)
                 yield from problems
                 if shard is not None:
                     shards.append(shard)
@@ -267,8 +289,8 @@ class _Run:
         yield from _doubles(visible)
         with Snapshot({path: visible}, tombstones, {path: damaged}) as snapshot:
             heads = [found.head for found in self._lookup.records(snapshot, path).values()]
-        self._counts["partitions"] += bool(entries)
-        self._counts["records"] += len(heads)
+        counts["partitions"] += bool(entries)
+        counts["records"] += len(heads)
         partial = [head for head in heads if head.status == "partial"]
         gaps = [head for head in heads if head.missing and head.status not in ("partial", "dropped")]
         for found, text in ((partial, "are partial: more parts are expected"), (gaps, "are final and miss tokens")):
@@ -298,9 +320,12 @@ class _Run:
             return TombstoneSet(self._format.keys)
         return list_tombstones(self._storage, self._cache)
 
-    def _shard(self, path: str, entry: Entry, name: ShardName, pairs: Pairs) -> tuple[Shard | None, list[Problem]]:
+    def _shard(
+        self, path: str, entry: Entry, name: ShardName, pairs: Pairs, counts: _Counts
+    ) -> tuple[Shard | None, list[Problem]]:
         """The shard if its index can be read, and what is wrong with it."""
-        with self._storage.open(path) as source:
+        with self._budget.hold(entry.size), self._storage.open(path, entry) as opened:
+            source: Source = FarSource(opened, WHOLE_BYTES) if self._storage.is_remote else opened
             try:
                 index = read_index(source)
             except CorruptShardError as error:
@@ -308,8 +333,8 @@ class _Run:
             except NewerFormatError as error:
                 raise NewerFormatError(f"{self._storage.uri}: {path}: {error}") from error
             finally:
-                self._counts["shards"] += 1
-                self._counts["bytes"] += entry.size
+                counts["shards"] += 1
+                counts["bytes"] += entry.size
             if index.spec != self._format.spec or index.components != self._format.keys.components:
                 return None, [Problem("shard", path, "it has the spec or the key scheme of another dataset")]
             problems = _first_of_each(
@@ -319,9 +344,10 @@ class _Run:
                 (("row", row, text) for row, text in _row_faults(name, index, pairs, self._format)),
                 check_shard(source, index, self._format.keys),
             )
-        self._counts["rows"] += len(index.rows)
+        counts["rows"] += len(index.rows)
         if self._progress is not None:
-            self._progress(self._counts["bytes"], max(self._total, self._counts["bytes"]))
+            done = self._counts["bytes"] + counts["bytes"]
+            self._progress(done, max(self._total, done))
         numbers: dict[str, list[int]] = {}
         for number, row in enumerate(index.rows):
             numbers.setdefault(row.request_id, []).append(number)

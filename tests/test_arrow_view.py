@@ -175,7 +175,7 @@ def test_shards_that_keep_vanishing_during_a_scan_are_a_clear_error(
     stored.put("a")
     list(stored.dataset.ids())
 
-    def gone(_: LocalStorage, path: str) -> Any:
+    def gone(_: LocalStorage, path: str, entry: Any = None) -> Any:
         raise rr.ObjectNotFoundError(path)
 
     monkeypatch.setattr(LocalStorage, "open", gone)
@@ -382,7 +382,6 @@ def test_layers_read_through_arrow_are_those_of_get(several: Stored) -> None:
     "error",
     [
         pa.ArrowNotImplementedError("x"),
-        pa.ArrowMemoryError("malloc of 281474976710848"),
         UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"),
         OverflowError("x"),
         RecursionError("x"),

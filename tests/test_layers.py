@@ -34,6 +34,8 @@ ROWS = (
         "packed",
         "stacked",
         "follow",
+        "far_source",
+        "arrow_store",
         "arrow_view",
         "dataset",
         "merge",

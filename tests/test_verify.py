@@ -378,7 +378,7 @@ def test_a_shard_that_vanishes_is_no_problem(stored: Stored, monkeypatch: pytest
     opened = LocalStorage.open
     compacted: list[Path] = []
 
-    def open_late(storage: LocalStorage, path: str) -> Any:
+    def open_late(storage: LocalStorage, path: str, entry: Any = None) -> Any:
         if path.endswith(inputs[1].name) and not compacted:  # in the middle: its inputs go
             compacted.append(stored.shard(*rows, inputs=inputs, level=1))
             for each in inputs:
