@@ -395,7 +395,7 @@ def test_a_shard_that_vanishes_is_no_problem(stored: Stored, monkeypatch: pytest
 def test_shards_that_keep_vanishing(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     stored.put("a:0:0:0")
 
-    def gone(storage: LocalStorage, path: str) -> Any:
+    def gone(storage: LocalStorage, path: str, entry: Any = None) -> Any:
         raise rr.ObjectNotFoundError(2, "gone", path)
 
     monkeypatch.setattr(LocalStorage, "open", gone)

@@ -150,10 +150,10 @@ def spool_place(base: Path, mount: Mount, *, pod: bool) -> Verdict:
     return ok(f"{seen}, {'dies with the host' if memory else 'outlives the host as far as it was synced'}")
 
 
-def dataset(found: DatasetFormat | Exception, folder: Path) -> Verdict:
-    """found: what reading its format gave. folder: what is checked in its place if there is none."""
+def dataset(found: DatasetFormat | Exception, place: Path | str) -> Verdict:
+    """found: what reading its format gave. place: what is checked for it if there is none."""
     if isinstance(found, DatasetNotFoundError):
-        return warn(f"none here yet, {folder} is checked for it", "check the address, or create it")
+        return warn(f"none here yet, {place} is checked for it", "check the address, or create it")
     if isinstance(found, StorageError):
         return fail(str(found), "check owner, mode and mount of its folders")
     if isinstance(found, RoutingDatasetError):
@@ -217,6 +217,21 @@ def unwritable(folder: Path, error: OSError, *, exists: bool) -> Verdict:
     return fail(seen, "check owner, mode, mount and space of this folder")
 
 
+def unwritable_store(what: str, way_out: str, *, exists: bool, denied: bool) -> Verdict:
+    """Why no object could be made. exists: there is a dataset, so it may be read. denied: by the key's rights."""
+    if exists and denied:
+        return warn(f"{what}; nothing that writes is checked", f"enough to read; to write, {way_out}")
+    return fail(what, way_out)
+
+
+def store_rate(small_s: float, bytes_per_s: float) -> Verdict:
+    """Seconds of a small object, and bytes of a large one, of one connection each."""
+    seen = f"a small object in {small_s * 1000:,.0f} ms, a large one at {shown(bytes_per_s)}/s"
+    if small_s > 0.5 or bytes_per_s < 10 * MIB:
+        return warn(seen, "take a store in this region, or a larger spool_bytes= to bridge bursts")
+    return ok(seen)
+
+
 def sync_rate(files_per_s: float, bytes_per_s: float) -> Verdict:
     """Small files synced one by one, and bytes of a large one: what publishing can reach."""
     seen = f"{files_per_s:,.0f} small files/s, {shown(bytes_per_s)}/s"
@@ -225,10 +240,12 @@ def sync_rate(files_per_s: float, bytes_per_s: float) -> Verdict:
     return ok(seen)
 
 
-def clock(wall_s: float, ahead_s: float, stepped_s: float, skew_s: float | None) -> Verdict:
-    """wall_s: Unix time. ahead_s: of the file system's clock. stepped_s: of the wall clock, while the checks ran."""
+def clock(
+    wall_s: float, ahead_s: float, stepped_s: float, skew_s: float | None, of: str = "the file system"
+) -> Verdict:
+    """wall_s: Unix time. ahead_s: of the clock of what stores. stepped_s: of the wall clock, while the checks ran."""
     allowed_s = HOSTS_SKEW_S if skew_s is None else skew_s
-    seen = f"{time.strftime('%Y-%m-%d %H:%M:%SZ', time.gmtime(wall_s))}, that of the file system {ahead_s:+.2f} s"
+    seen = f"{time.strftime('%Y-%m-%d %H:%M:%SZ', time.gmtime(wall_s))}, that of {of} {ahead_s:+.2f} s"
     way_out = "keep time by NTP or chrony on every host"
     if wall_s < 1.7e9 or abs(ahead_s) > allowed_s:
         return fail(f"{seen}; allowed are {allowed_s:g} s", way_out)
