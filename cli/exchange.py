@@ -104,7 +104,10 @@ def import_records(
 def export(
     uri: Uri,
     out: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Where the files go: empty, or not there yet", show_default=False)
+        str,
+        typer.Argument(
+            metavar="FOLDER", help="Where the files go, also s3://: empty, or not there yet", show_default=False
+        ),
     ],
     format: Annotated[  # noqa: A002 -- the option's name
         Format, typer.Option(metavar="npz|safetensors|parquet", help="Files of whole records")
@@ -130,7 +133,7 @@ def export(
         output.show_json(asdict(report))
     else:
         output.show_line(
-            f"wrote {report.files:,} files, {output.shown_bytes(report.bytes)}, below {out}"
+            f"wrote {report.files:,} files, {output.shown_bytes(report.bytes)}, below {output.printable(out)}"
             + ("" if counts else f": {report.records:,} records")
         )
 
@@ -138,7 +141,10 @@ def export(
 def copy(
     uri: Uri,
     destination: Annotated[
-        str, typer.Argument(metavar="DESTINATION", help="Another dataset, made if it is not there", show_default=False)
+        str,
+        typer.Argument(
+            metavar="DESTINATION", help="Another dataset, also s3://, made if it is not there", show_default=False
+        ),
     ],
     prefix: Prefix = None,
     ids_file: IdsFile = None,

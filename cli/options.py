@@ -74,7 +74,7 @@ def read_ids(path: Path) -> list[str]:
     return [line for line in text.replace("\r\n", "\n").split("\n") if line]
 
 
-Uri = Annotated[str, typer.Argument(metavar="URI", help="The dataset: a path or file://", show_default=False)]
+Uri = Annotated[str, typer.Argument(metavar="URI", help="The dataset: a path, file:// or s3://", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="One line of JSON, for machines")]
 Prefix = Annotated[
     str | None, typer.Option(metavar="PREFIX", help="Only ids that begin with these components", show_default=False)

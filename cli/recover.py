@@ -25,7 +25,9 @@ def recover(
     ],
     uri: Annotated[
         str | None,
-        typer.Option(metavar="URI", help="Where the dataset is now", show_default="as the spool says"),
+        typer.Option(
+            metavar="URI", help="Where the dataset is now: a path, file:// or s3://", show_default="as the spool says"
+        ),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Publish also what was set aside by age; may revive deleted ids")

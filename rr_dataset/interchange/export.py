@@ -13,11 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -26,6 +24,7 @@ import pyarrow.parquet as pq
 
 from rr_dataset.dataset import RoutingDataset, open_dataset
 from rr_dataset.errors import InvalidInputError
+from rr_dataset.interchange.folder import MAX_NAME_BYTES, Folder
 from rr_dataset.keys import KeyScheme
 from rr_dataset.layout import partition_path, quote_value
 from rr_dataset.record import RoutingRecord
@@ -36,7 +35,6 @@ from rr_dataset.verify import Progress
 FORMATS = ("npz", "safetensors", "parquet", "long", "counts")
 ROW_GROUP_BYTES = 32 << 20  # few enough to skip by their statistics, large enough to read fast
 
-_MAX_NAME_BYTES = 200  # of a file name of a record, of the 255 that file systems take
 _SPAN = pa.struct([("start", pa.int64()), ("stop", pa.int64())])
 _ST_DTYPES = {
     "uint8": "U8",
@@ -66,8 +64,9 @@ def export(
     layers: Sequence[int] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
+    out_options: Mapping[str, Any] | None = None,
 ) -> ExportReport:
-    """Write all records, or those under a prefix, below the local folder `out`, which holds no file yet.
+    """Write all records, or those under a prefix, below `out`, a folder or s3://bucket/path that holds no file yet.
 
     Dropped ones are left out.
 
@@ -78,20 +77,19 @@ def export(
         "long": Parquet of `to_long`. "counts": Parquet of `expert_counts` by layer and weight version, one file.
     layers: only these; None: all.
     progress: called with the bytes of the partitions that are done, and of all.
+    storage_options, out_options: for the store of the dataset, and that of `out`.
 
-    In memory are a few records, and one row group of Parquet. Raises InvalidInputError for an unknown format or an
+    In memory are a few records, and one row group of Parquet; what goes to a remote store is a temporary file before. Raises InvalidInputError for an unknown format or an
     `out` with files in it, and as `RoutingDataset.get_many`; OSError where `out` cannot be written.
     """
     if format not in FORMATS:
         raise InvalidInputError(f"format={format!r}: expected one of {', '.join(FORMATS)}")
-    dataset, folder = open_dataset(uri, storage_options=storage_options), Path(out)
-    _require_no_files(folder)
+    dataset, folder = open_dataset(uri, storage_options=storage_options), Folder(out, out_options)
     if format == "counts":
         table = expert_counts(uri, prefix, layers=layers, storage_options=storage_options, progress=progress)
-        path = folder / "counts.parquet"
-        with _created(path) as file:
+        with folder.created("counts.parquet") as file:
             pq.write_table(table, file, compression="zstd")
-        return ExportReport(1, 0, path.stat().st_size)
+        return ExportReport(folder.files, 0, folder.bytes)
     records = read_records(dataset, prefix, layers, progress, gaps=format != "long")
     if format in ("npz", "safetensors"):
         return _per_record(records, dataset.keys, folder, format)
@@ -118,50 +116,24 @@ def record_arrays(record: RoutingRecord) -> dict[str, Any]:
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _require_no_files(folder: Path) -> None:
-    """Raises InvalidInputError. Empty folders do no harm: a failed export may leave some."""
-    held = next((path for path in folder.rglob("*") if not path.is_dir()), None)
-    if held is not None:
-        raise InvalidInputError(
-            f"{folder} holds files, such as {str(held.relative_to(folder))!r}, which would mix with the new ones: name a folder "
-            "that is empty or not there yet, or remove this one first"
-        )
-
-
-@contextmanager
-def _created(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name when it is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f".{path.name[:_MAX_NAME_BYTES]}.{os.getpid()}")
-    try:
-        with staged.open("wb") as file:
-            yield file
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
-
-
 # A file for each record
 
 
-def _per_record(records: Iterable[RoutingRecord], keys: KeyScheme, folder: Path, suffix: str) -> ExportReport:
+def _per_record(records: Iterable[RoutingRecord], keys: KeyScheme, folder: Folder, suffix: str) -> ExportReport:
     write: Callable[[BinaryIO, RoutingRecord], None] = _write_npz if suffix == "npz" else _write_safetensors
-    count = size = 0
     for record in records:
-        path = folder / partition_path(keys.partition(record.components)) / f"{_file_name(record.request_id)}.{suffix}"
-        with _created(path) as file:
+        place = partition_path(keys.partition(record.components))
+        with folder.created(f"{place}/{_file_name(record.request_id)}.{suffix}") as file:
             write(file, record)
-        count += 1
-        size += path.stat().st_size
-    return ExportReport(count, count, size)
+    return ExportReport(folder.files, folder.files, folder.bytes)
 
 
 def _file_name(request_id: str) -> str:
     """The encoded id; of one that is too long its start and a hash."""
     name = quote_value(request_id)
-    if len(name) <= _MAX_NAME_BYTES:
+    if len(name) <= MAX_NAME_BYTES:
         return name
-    return f"{name[: _MAX_NAME_BYTES - 34]}--{hashlib.blake2b(request_id.encode(), digest_size=16).hexdigest()}"
+    return f"{name[: MAX_NAME_BYTES - 34]}--{hashlib.blake2b(request_id.encode(), digest_size=16).hexdigest()}"
 
 
 def _write_npz(file: BinaryIO, record: RoutingRecord) -> None:
@@ -199,7 +171,7 @@ def _texts(record: RoutingRecord) -> dict[str, str]:
 
 
 def _per_partition(
-    records: Iterable[RoutingRecord], dataset: RoutingDataset, folder: Path, kind: str, layers: tuple[int, ...]
+    records: Iterable[RoutingRecord], dataset: RoutingDataset, folder: Folder, kind: str, layers: tuple[int, ...]
 ) -> ExportReport:
     keys, spec = dataset.keys, dataset.spec
     schema = long_schema(spec) if kind == "long" else _record_schema(keys, layers)
@@ -207,11 +179,10 @@ def _per_partition(
     statistics = [
         field.name for field in schema if not pa.types.is_binary(field.type) and not pa.types.is_nested(field.type)
     ]
-    files = count = size = 0
+    count = 0
     for partition, group in groupby(records, lambda record: partition_path(keys.partition(record.components))):
-        path = folder / partition / name
         with (
-            _created(path) as file,
+            folder.created(f"{partition}/{name}") as file,
             pq.ParquetWriter(
                 file, schema, compression="zstd", use_dictionary=["request_id"], write_statistics=statistics
             ) as writer,
@@ -229,9 +200,7 @@ def _per_partition(
                 count += 1
             if pending:
                 _flush(writer, pending, schema)
-        files += 1
-        size += path.stat().st_size
-    return ExportReport(files, count, size)
+    return ExportReport(folder.files, count, folder.bytes)
 
 
 def _flush(writer: pq.ParquetWriter, pending: list[pa.RecordBatch], schema: pa.Schema) -> None:
