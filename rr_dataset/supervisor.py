@@ -201,7 +201,8 @@ class Supervisor:
             raise self.gone
         if waiting:
             records = sum(batch.records for batch in waiting)
-            text = f"{records} records are not durable after {timeout_s} s{self.because()}"
+            why = self.because() or " (the store has neither taken them nor failed so far)"
+            text = f"{records} records are not durable after {timeout_s} s{why}"
             own = [self._troubles[batch.seq].error for batch in waiting if batch.seq in self._troubles]
             raise errors.FlushTimeoutError(text) from (own[0] if own else self.last_error)
 

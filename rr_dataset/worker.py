@@ -212,7 +212,7 @@ def _open(start: Mapping[str, Any]) -> Publisher:
 
 def _try_to_write(storage: Storage, writer: str) -> None:
     """Two requests, so that a key which may only read fails now, and not with the first slab."""
-    name = f"{STAGING_DIR}/{writer}/may-write"
+    name = f"{STAGING_DIR}/may-write/{writer}"
     storage.create(name, b"", staging=writer)
     storage.delete([name])
 

@@ -46,7 +46,8 @@ _log = logging.getLogger("rr_dataset")
 
 
 class RoutingWriter:
-    """Writes records of one process into a dataset. Thread-safe; a context manager that closes.
+    """Writes records of one process into a dataset. Thread-safe; a context manager that closes, and that logs what `close`
+    raises where its block has raised already.
 
     `put` copies the record into shared memory and returns; a worker process publishes it. What `put` accepted
     survives a kill of this process, of the worker, or of both, as long as the spool's mount does.
@@ -448,7 +449,12 @@ class RoutingWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except RoutingDatasetError as failed:
+            if error is None:
+                raise
+            _log.error("while leaving after %s: %s", type(error).__name__, failed)  # not in the place of, say, a Ctrl-C
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:

@@ -105,7 +105,7 @@ class Engine:
     prefix: a command that runs it. how: more arguments of Popen.
     """
 
-    def __init__(self, code: str, root: Path, spool_dir: Path, *, prefix: Sequence[str] = (), **how: Any) -> None:
+    def __init__(self, code: str, root: Path | str, spool_dir: Path, *, prefix: Sequence[str] = (), **how: Any) -> None:
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-c", PRELUDE + code, str(root), str(spool_dir)],
             stdin=subprocess.PIPE,
