@@ -142,7 +142,8 @@ def open_dataset(
 class RoutingDataset:
     """A dataset opened for reading. Make one with `open_dataset`.
 
-    Thread-safe. It pickles as its address and run, and works in a forked child: each process makes a client of its own.
+    Thread-safe. It pickles as its address and run, and works in a forked child: each process makes a client of its own, and a
+    child has the indexes that its parent had read.
     Every call reads the present state of the store, one consistent view of each partition: whole records, none twice,
     none deleted before the call.
     """
@@ -317,16 +318,17 @@ class RoutingDataset:
         self,
         ids: Iterable[str],
         layers: Sequence[int] | None = None,
-        tokens: Tokens | Sequence[Tokens] | Callable[[int], Tokens] = None,
+        tokens: Tokens | Sequence[Tokens] | Callable[[RecordHead], Share] = None,
         empty: Empty = np.empty,
     ) -> Stacked:
         """Records of equal length in the order asked, in one array: `(routed_experts, records)`.
 
-        layers, tokens: as in `get_many`; `tokens` may be a function from the number of tokens of a record to its selection.
-        empty: makes the array [ids, layers, tokens, top_k] once the lengths are known, from its shape and the spec's dtype, such
+        layers, tokens: as in `get_many`; `tokens` may be a function from the head of a record to the `Share` of it. Rows that the
+            record does not have, also past its end, are zero bytes.
+        empty: makes the array [ids, layers, rows, top_k] once the lengths are known, from its shape and the spec's dtype, such
             as one in shared memory. It is read into without a copy. After a conflict with a delete it may be called again.
 
-        Raises InvalidRoutingError where the numbers of tokens differ, and as `get_many`.
+        Raises InvalidRoutingError where the numbers of rows differ, and as `get_many`.
         """
         asked = id_list(ids)
         chosen = tokens if callable(tokens) else tokens_per_id(tokens, len(asked))
@@ -453,5 +455,5 @@ class RoutingDataset:
 
     def _client(self) -> Lookup:
         if self._made is None or self._made.pid != os.getpid():
-            self._made = Lookup(self.uri, self.run, self._storage_options)
+            self._made = Lookup(self.uri, self.run, self._storage_options, self._made)
         return self._made

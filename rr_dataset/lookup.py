@@ -11,7 +11,7 @@ import numpy.typing as npt
 from rr_dataset.description import read_format
 from rr_dataset.errors import InvalidInputError, RecordDroppedError, RecordNotFoundError
 from rr_dataset.keys import Prefix
-from rr_dataset.layout import parse_ref, partition_path, row_ref
+from rr_dataset.layout import DatasetFormat, parse_ref, partition_path, row_ref
 from rr_dataset.live import Turns, assemble
 from rr_dataset.payload import Arrays, Draft, fill
 from rr_dataset.record import RecordHead, RoutingRecord, Row
@@ -39,12 +39,21 @@ FoundByKey = Mapping[str, Found]
 class Lookup:
     """What a process needs to read a dataset. Thread-safe; never shared with a forked child."""
 
-    def __init__(self, uri: str | os.PathLike[str], run: str | None, storage_options: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        uri: str | os.PathLike[str],
+        run: str | None,
+        storage_options: Mapping[str, Any] | None,
+        parent: Lookup | None = None,
+    ) -> None:
+        """parent: that of the process which this one was forked from; what it knows is taken over, its client is not."""
         self.pid = os.getpid()
         self.run = run
         self.storage = open_storage(uri, storage_options)
-        self.format = read_format(self.storage)
-        self.reader = Reader(self.storage, self.format)
+        self.format: DatasetFormat = read_format(self.storage) if parent is None else parent.format
+        self.reader: Reader = Reader(
+            self.storage, self.format, None if parent is None else parent.reader.indexes.after_fork()
+        )
 
     def prefix(self, prefix: str | Mapping[str, str | int] | None) -> Prefix:
         """The prefix by component; None covers everything."""

@@ -49,6 +49,15 @@ class Share:
         """How many rows, with padding."""
         return self.num_tokens + self.padding
 
+    def recorded(self, num_tokens: int) -> list[Range]:
+        """What a record of so many tokens has of it: the first rows. Raises InvalidRoutingError if others were between them."""
+        found = [(start, min(stop, num_tokens)) for start, stop in self.ranges if start < min(stop, num_tokens)]
+        if tuple(found[:-1]) != self.ranges[: max(len(found) - 1, 0)]:
+            raise InvalidRoutingError(
+                f"ranges {list(self.ranges)}: those past the {num_tokens} recorded tokens must come last"
+            )
+        return found
+
 
 _START, _STOP = operator.itemgetter(0), operator.itemgetter(1)
 _EXPECTED = "expected None, a slice, or a list of (start, stop) ranges"

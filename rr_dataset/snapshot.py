@@ -38,6 +38,7 @@ from rr_dataset.layout import DatasetFormat, ShardName, parse_partition, parse_s
 from rr_dataset.record import Row
 from rr_dataset.shard import TAIL_BYTES, ShardIndex, likely_tail, read_index
 from rr_dataset.storage import Entry, OpenSource, Storage
+from rr_dataset.storage.pending import interruptible
 from rr_dataset.tombstones import TombstoneCache, TombstoneSet, list_tombstones
 
 MAX_ATTEMPTS = 5  # each finds a later state of the store; losing five races in a row means that something else is wrong
@@ -173,6 +174,13 @@ class IndexCache:
         self._shards: OrderedDict[str, Shard] = OrderedDict()
         self._lock = Lock()
 
+    def after_fork(self) -> IndexCache:
+        """A cache with the same indexes, for a child: some thread of the parent may hold the lock of this one for ever."""
+        copy = IndexCache(self._limit)
+        for shard in list(self._shards.values()):
+            copy.add(shard)
+        return copy
+
     def get(self, path: str, entry: Entry) -> Shard | None:
         """The shard if it is known and still the object that was listed."""
         with self._lock:
@@ -198,8 +206,10 @@ class IndexCache:
 class Reader:
     """Takes snapshots of one dataset in one process. Thread-safe."""
 
-    def __init__(self, storage: Storage, fmt: DatasetFormat) -> None:
+    def __init__(self, storage: Storage, fmt: DatasetFormat, indexes: IndexCache | None = None) -> None:
+        """indexes: those already known."""
         self.storage = storage
+        self.indexes = IndexCache() if indexes is None else indexes
         self.workers = Workers(storage.requests_at_once if storage.is_remote else READ_THREADS)
         self._listers = Workers(
             storage.requests_at_once
@@ -207,7 +217,6 @@ class Reader:
         self.in_flight = Budget(IN_FLIGHT_BYTES)
         self._format = fmt
         self._limit_s = fmt.grace_s / 2
-        self._indexes = IndexCache()
         self._tombstones = TombstoneCache(fmt.keys, fmt.last_turn)
         self._warned: set[str] = set()
         self._max_open = _max_open()
@@ -234,8 +243,9 @@ class Reader:
         problem: ObjectNotFoundError | None = None
         for _ in range(MAX_ATTEMPTS):
             try:
-                view = self._view(partitions)
-                return self._use(view, view.listed, use, keep_open=keep_open, names_only=names_only, early=early)
+                with interruptible():
+                    view = self._view(partitions)
+                    return self._use(view, view.listed, use, keep_open=keep_open, names_only=names_only, early=early)
             except _TooSlowError:
                 pass
             except ObjectNotFoundError as error:
@@ -381,7 +391,7 @@ class Reader:
                 if tombstones and item.name.level == 0 and tombstones.covers_shard(item.name, pairs):
                     snapshot.skipped.append(item)
                     continue
-                known = self._indexes.get(item.path, item.entry)
+                known = self.indexes.get(item.path, item.entry)
                 if known is None:
                     unknown.append(item)
                 else:
@@ -402,7 +412,7 @@ class Reader:
 
     def load(self, item: Listed) -> Shard:
         """The shard with its index. Raises ObjectNotFoundError if it has vanished, CorruptShardError with its path."""
-        known = self._indexes.get(item.path, item.entry)
+        known = self.indexes.get(item.path, item.entry)
         if known is None:
             with self.storage.open(item.path, item.entry) as source:
                 loaded = self._load_one(item, source)
@@ -427,7 +437,7 @@ class Reader:
         for number, row in enumerate(index.rows):
             numbers.setdefault(row.request_id, []).append(number)
         shard = Shard(*item, index, numbers)
-        self._indexes.add(shard)
+        self.indexes.add(shard)
         return shard
 
     def _fill(self, partition: str, loaded: list[tuple[str, Shard | CorruptShardError]], snapshot: Snapshot) -> None:

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from rr_dataset.errors import InvalidRoutingError
 from rr_dataset.lookup import FoundByKey, Lookup
 from rr_dataset.payload import Arrays, Draft, fill
-from rr_dataset.record import RoutingRecord
-from rr_dataset.selection import Tokens, token_ranges
+from rr_dataset.record import RecordHead, RoutingRecord
+from rr_dataset.selection import Share, Tokens, token_ranges
 from rr_dataset.snapshot import Snapshot
 
 Empty = Callable[[tuple[int, ...], str], npt.NDArray[Any]]
@@ -20,7 +20,8 @@ Empty = Callable[[tuple[int, ...], str], npt.NDArray[Any]]
 class Stacked(NamedTuple):
     """Records side by side.
 
-    routed_experts: [ids, layers, tokens, top_k], as `empty` made it. records: theirs are views of it.
+    routed_experts: [ids, layers, rows, top_k], as `empty` made it. records: theirs are views of it, of the first rows where a
+        `Share` asked for more than the record has.
     """
 
     routed_experts: npt.NDArray[Any]
@@ -31,7 +32,7 @@ def read_stacked(
     lookup: Lookup,
     ids: Sequence[str],
     layers: Sequence[int] | None,
-    tokens: Sequence[Tokens] | Callable[[int], Tokens],
+    tokens: Sequence[Tokens] | Callable[[RecordHead], Share],
     empty: Empty,
 ) -> Stacked:
     """See `RoutingDataset.get_stacked`."""
@@ -40,24 +41,29 @@ def read_stacked(
 
     def use(found: FoundByKey, snapshot: Snapshot) -> Stacked:
         heads = [found[key].head for key in ids]
-        asked = [tokens(head.num_tokens) for head in heads] if callable(tokens) else tokens
-        counts = [
-            sum(stop - start for start, stop in token_ranges(each, head.num_tokens, head.request_id))
-            for each, head in zip(asked, heads, strict=True)
-        ]
+        if callable(tokens):
+            shares = [tokens(head) for head in heads]
+        else:
+            shares = [
+                Share(token_ranges(each, head.num_tokens, head.request_id))
+                for each, head in zip(tokens, heads, strict=True)
+            ]
+        counts = [share.num_rows for share in shares]
         for key, count in zip(ids, counts, strict=True):
             if count != counts[0]:
                 raise InvalidRoutingError(
-                    f"{key!r} has {count} tokens and {ids[0]!r} has {counts[0]}: read records of several lengths with get_packed, "
+                    f"{key!r} has {count} rows and {ids[0]!r} has {counts[0]}: read records of several lengths with get_packed, "
                     "or get_many and collate"
                 )
         shape = (len(ids), len(chosen), counts[0] if counts else 0, spec.top_k)
         block = empty(shape, spec.dtype)
         arrays = Arrays(0)
-        drafts = [
-            Draft(found[key].head, found[key].rows, spec, chosen, each, arrays, out)
-            for key, each, out in zip(ids, asked, block, strict=True)
-        ]
+        drafts = []
+        for key, head, share, out in zip(ids, heads, shares, block, strict=True):
+            ranges = share.recorded(head.num_tokens)
+            read = sum(stop - start for start, stop in ranges)
+            out[:, read:] = 0
+            drafts.append(Draft(head, found[key].rows, spec, chosen, ranges, arrays, out[:, :read]))
         fill(drafts, snapshot, lookup.reader)
         return Stacked(block, [draft.record() for draft in drafts])
 

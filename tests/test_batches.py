@@ -59,9 +59,10 @@ def test_records_are_views_of_one_array(stored: Stored) -> None:
 
 def test_other_lengths_are_an_error_that_names_them(stored: Stored) -> None:
     stored.put("long:0", 9)
-    with pytest.raises(rr.InvalidRoutingError, match="'long:0' has 9 tokens and 'math_0:0:0:0' has 6"):
+    with pytest.raises(rr.InvalidRoutingError, match="'long:0' has 9 rows and 'math_0:0:0:0' has 6"):
         stored.dataset.get_stacked([IDS[0], "long:0"])
-    stacked = stored.dataset.get_stacked([IDS[0], "long:0"], None, lambda num_tokens: slice(num_tokens - 2, num_tokens))
+    last_two = [slice(4, 6), slice(7, 9)]
+    stacked = stored.dataset.get_stacked([IDS[0], "long:0"], None, last_two)
     assert np.array_equal(stacked.routed_experts[1], stored.dataset.get("long:0").routed_experts[:, 7:])
 
 

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from stored import Stored
+from thread_ranks import Ranks
 
 import rr_dataset as rr
 from rr_dataset.trainer.feeder import RankFeeder
@@ -16,7 +14,6 @@ from rr_dataset.trainer.samples import SampleOptions
 
 IDS = IdList([f"math_{prompt}:0:0:0" for prompt in range(4)])
 LAYERS = ((3, 4), (7,), (9,))  # of three pipeline stages
-TIMEOUT_S = 60
 
 
 @pytest.fixture
@@ -25,42 +22,6 @@ def stored(tmp_path: Path) -> Stored:
     for request_id in IDS:
         stored.put(request_id, 5)
     return stored
-
-
-class Ranks:
-    """Threads in place of ranks. Their gather fails instead of hanging when one does not take part."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._barrier = threading.Barrier(count, timeout=TIMEOUT_S)
-        self._values: list[Any] = [None] * count
-
-    def gather(self, rank: int) -> Callable[[Any], list[Any]]:
-        def all_gather(value: Any) -> list[Any]:
-            self._values[rank] = value
-            self._barrier.wait()
-            found = list(self._values)
-            self._barrier.wait()
-            return found
-
-        return all_gather
-
-    def run(self, work: Callable[[int], Any]) -> list[Any]:
-        """What `work` gave or raised on each rank."""
-        results: list[Any] = [None] * self.count
-
-        def one(rank: int) -> None:
-            try:
-                results[rank] = work(rank)
-            except Exception as error:  # noqa: BLE001 -- looked at by the test
-                results[rank] = error
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
 
 
 def feeders(stored: Stored, ranks: Ranks, ids: tuple[IdList, ...] = (IDS, IDS, IDS)) -> list[RankFeeder]:

@@ -105,7 +105,7 @@ def test_layers_and_tokens_in_every_form(stored: Stored) -> None:
 
 def test_tokens_by_the_length_of_each_record(stored: Stored) -> None:
     stored.put("long:0", 9)
-    last_two = SampleOptions(tokens=_last_two)
+    last_two = SampleOptions(tokens=_last_two, lengths="S")
     for how in ({"ids": [*IDS, "long:0"]}, {"refs": [_ref(stored, each) for each in (*IDS, "long:0")]}):
         *_, short, long = RoutingSamples(stored.root, options=last_two, **how)[[0, 1, 5, 6]]
         assert np.array_equal(short["routed_experts"], stored.dataset.get(IDS[5]).routed_experts[:, 4:6])
@@ -114,6 +114,40 @@ def test_tokens_by_the_length_of_each_record(stored: Stored) -> None:
 
 def _last_two(num_tokens: int) -> slice:
     return slice(num_tokens - 2, num_tokens)
+
+
+def test_a_function_of_tokens_needs_the_trainers_lengths(stored: Stored) -> None:
+    for wrong in ({"tokens": _last_two}, {"lengths": "S"}, {"tokens": _last_two, "lengths": "S-2"}):
+        with pytest.raises(rr.InvalidInputError, match="lengths"):
+            SampleOptions(**wrong)
+    for lengths, error, says in (
+        ({IDS[1]: 7}, rr.InvalidInputError, f"no number of tokens for '{IDS[0]}'"),
+        ({IDS[0]: 5}, rr.AlignmentError, "has 6 rows and lengths= says 5 tokens"),
+    ):
+        with pytest.raises(error, match=says):
+            RoutingSamples(stored.root, IDS, SampleOptions(tokens=_last_two, lengths=lengths))[0]
+    beyond = SampleOptions(tokens=lambda count: [(0, count + 1)], lengths="S")
+    with pytest.raises(rr.InvalidRoutingError, match="tokens 0 to 7 are not in"):
+        RoutingSamples(stored.root, IDS, beyond)[0]
+    turned = SampleOptions(tokens=lambda count: [(5, count), (0, 2)], lengths="S-1")
+    with pytest.raises(rr.InvalidRoutingError, match="must come last"):
+        RoutingSamples(stored.root, IDS, turned)[0]
+
+
+def test_rows_that_the_record_lacks_are_there_and_not_present(stored: Stored) -> None:
+    """Whoever says the number of tokens, by its end the sample is as long as the trainer's."""
+    want = stored.dataset.get(IDS[0])
+    for lengths in ("S-1", dict.fromkeys(IDS, 7), lambda request_id: 7 if request_id in IDS else 0):
+        options = SampleOptions(layers=[4], tokens=_last_two, lengths=lengths, vectors=True)
+        sample = RoutingSamples(stored.root, IDS, options)[0]
+        assert sample["routed_experts"].shape == (1, 2, 2)
+        assert np.array_equal(sample["routed_experts"][0, :1], want.layer(4)[5:])
+        assert sample["present"].tolist() == [True, False]
+        assert (sample["token_ids"].shape, sample["logprobs"].shape) == ((2,), (2,))
+    by_layer = SampleOptions(tokens=_last_two, lengths="S-1", present="layers", layout="TLK", dtype="int32")
+    sample = RoutingSamples(stored.root, refs=[_ref(stored, IDS[0])], options=by_layer)[0]
+    assert sample["routed_experts"].shape == (2, 4, 2)
+    assert sample["present"].tolist() == [[True, False]] * 4
 
 
 def _ref(stored: Stored, request_id: str) -> str:

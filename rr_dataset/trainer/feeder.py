@@ -5,7 +5,7 @@ for the end of the epoch. So the batch carries one int64 number per sample and n
 
     ids = IdList(manifest)                                # alike on every rank
     dataset rows: {..., "routing_row": ids.number(row)}   # in the trainer's own dataset
-    feeder = RankFeeder(uri, ids, SampleOptions(layers=view.layers, tokens=view.tokens), gather)
+    feeder = RankFeeder(uri, ids, SampleOptions(layers=view.layers, tokens=view.share, lengths="S-1"), gather)
     for batch in loader: samples = feeder.feed(batch.get("routing_row"))
     feeder.finish(expected=num_samples)                   # an epoch that ended early is an error
 

@@ -1,6 +1,6 @@
 """Records as samples of a dataloader: a map-style dataset that `torch.utils.data.DataLoader` and `paddle.io.DataLoader` take.
 
-    samples = RoutingSamples(uri, ids, SampleOptions(layers=view.layers, tokens=view.tokens))
+    samples = RoutingSamples(uri, ids, SampleOptions(layers=view.layers, tokens=view.share, lengths="S-1"))
     torch.utils.data.DataLoader(samples, batch_size=8, num_workers=2)                       # reads a batch at once
     paddle.io.DataLoader(samples, num_workers=2, **whole_batches(batch_sampler, collate))   # so does this
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex, TypedDict, overload
 
@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rr_dataset.dataset import RoutingDataset, open_dataset
-from rr_dataset.errors import InvalidInputError, NotFoundError, RoutingDatasetError
+from rr_dataset.errors import AlignmentError, InvalidInputError, NotFoundError, RoutingDatasetError
 from rr_dataset.payload import NO_LOGPROB, NO_TOKEN_ID
-from rr_dataset.record import LAYOUTS, RoutingRecord
-from rr_dataset.selection import Tokens
+from rr_dataset.record import LAYOUTS, RecordHead, RoutingRecord
+from rr_dataset.selection import Share, Tokens, token_ranges
 from rr_dataset.trainer.idlist import IdList
 from rr_dataset.trainer.prefetch import Prefetch
 
@@ -31,17 +31,19 @@ PREFETCH_BYTES = 256 << 20
 
 PRESENT = ("tokens", "layers", "none")
 
+Lengths = Literal["S", "S-1"] | Mapping[str, int] | Callable[[str], int]
+
 
 class Sample(TypedDict, total=False):
     """What a dataset gives for one id: plain values and numpy arrays, the same keys for every sample of one dataset.
 
-    T: tokens read, L: layers read, K: top_k. Default collate functions stack samples of equal T.
+    T: rows asked for, L: layers read, K: top_k. Default collate functions stack samples of equal T.
     """
 
     request_id: str
     number: int  # what IdList.number says of it: the row and a check
     num_tokens: int  # of the whole record
-    routed_experts: npt.NDArray[Any]  # [L, T, K] or [T, L, K]; bytes of tokens that are missing mean nothing
+    routed_experts: npt.NDArray[Any]  # [L, T, K] or [T, L, K]; bytes of rows that are not present mean nothing
     present: npt.NDArray[np.bool_]  # [T] or [L, T]: whether the experts are real
     token_ids: npt.NDArray[np.int32]  # [T], -1 where none is known
     logprobs: npt.NDArray[np.float32]  # [T], NaN where none is known
@@ -49,11 +51,15 @@ class Sample(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """What to read of each record and in which form. Pickles if `tokens` does.
+    """What to read of each record and in which form. Pickles if `tokens` and `lengths` do.
 
     layers: rising layer ids; None: all. A pipeline stage asks for its own.
-    tokens: for all records alike as in `RoutingDataset.get`, or a function from the number of tokens of a record to what is
-        asked of it (it costs one more listing). None: all.
+    tokens: for all records alike as in `RoutingDataset.get`; None: all. Or what cuts the trainer's sequence, a function from the
+        trainer's number of tokens of a sample to a selection or a `Share`, such as `RankView.share`: rows that it asks for and
+        the record does not have are there and not present, at the end (it costs one more listing).
+    lengths: needed with a function, which a record cannot tell it: the trainer's number of tokens of each sample, by request id
+        or as a function of it; "S": as many as recorded; "S-1": one more than recorded, the last one was sampled and never
+        fed (vLLM, SGLang, slime).
     layout: "LTK" [layers, tokens, top_k], the order at rest, or "TLK", a view of it.
     dtype: an integer dtype that holds the ids, for frameworks that lack the stored one: paddle reads uint16 as bfloat16 and
         has no uint32, torch cannot compare uint16. None: as stored, without a copy.
@@ -62,19 +68,54 @@ class SampleOptions:
     """
 
     layers: Sequence[int] | None = None
-    tokens: Tokens | Callable[[int], Tokens] = None
+    tokens: Tokens | Callable[[int], Tokens | Share] = None
+    lengths: Lengths | None = None
     layout: Literal["LTK", "TLK"] = "LTK"
     dtype: str | None = None
     present: Literal["tokens", "layers", "none"] = "tokens"
     vectors: bool = False
 
     def __post_init__(self) -> None:
+        if callable(self.tokens) != (self.lengths is not None):
+            raise InvalidInputError(
+                f"tokens={self.tokens!r}, lengths={self.lengths!r}: a function, and only that, needs lengths=, the trainer's number "
+                "of tokens of each sample: 'S' where a record has a row for each, 'S-1' where it lacks the last one's, or by id"
+            )
+        if isinstance(self.lengths, str) and self.lengths not in ("S", "S-1"):
+            raise InvalidInputError(
+                f"lengths={self.lengths!r}: expected S, S-1, a mapping from ids, or a function of them"
+            )
         if self.layout not in LAYOUTS:
             raise InvalidInputError(f"layout={self.layout!r}: expected one of {', '.join(LAYOUTS)}")
         if self.present not in PRESENT:
             raise InvalidInputError(f"present={self.present!r}: expected one of {', '.join(PRESENT)}")
         if self.dtype is not None and np.dtype(self.dtype).kind not in "iu":
             raise InvalidInputError(f"dtype={self.dtype!r}: expected an integer type, such as 'int32'")
+
+    def share(self, head: RecordHead) -> Share:
+        """The rows asked of a record. Raises AlignmentError for one that has more tokens than the trainer."""
+        recorded, request_id = head.num_tokens, head.request_id
+        if not callable(self.tokens):
+            return Share(token_ranges(self.tokens, recorded, request_id))
+        count = self._length(request_id, recorded)
+        if count < recorded:
+            raise AlignmentError(
+                f"{request_id!r} has {recorded} rows and lengths= says {count} tokens: a trainer that cuts samples off says the "
+                "number before, and cuts in tokens="
+            )
+        asked = self.tokens(count)
+        share = asked if isinstance(asked, Share) else Share(token_ranges(asked, count, request_id))
+        token_ranges(share.ranges, count, request_id)
+        return share
+
+    def _length(self, request_id: str, recorded: int) -> int:
+        if isinstance(self.lengths, str):
+            return recorded + (self.lengths == "S-1")
+        if callable(self.lengths):
+            return operator.index(self.lengths(request_id))
+        if self.lengths is None or request_id not in self.lengths:
+            raise InvalidInputError(f"lengths= has no number of tokens for {request_id!r}")
+        return operator.index(self.lengths[request_id])
 
 
 class RoutingSamples:
@@ -127,7 +168,11 @@ class RoutingSamples:
         return read_samples(self.dataset, keys, numbers, self.options, refs=self.refs)
 
     def records(self, indices: Sequence[int]) -> list[RoutingRecord]:
-        """The records themselves, read in one call, for `trainer.collate.collate`."""
+        """The records themselves, read in one call: what there is of the rows asked for."""
+        return [record for record, _ in self.records_and_shares(indices)]
+
+    def records_and_shares(self, indices: Sequence[int]) -> list[tuple[RoutingRecord, Share]]:
+        """The same, each with what was asked for."""
         return read_records(self.dataset, [self.ids[index] for index in indices], self.options, refs=self.refs)
 
     def read_ahead(
@@ -152,13 +197,16 @@ def read_samples(
 ) -> list[Sample]:
     """The samples of some ids or refs. Whatever is raised names the id."""
     records = read_records(dataset, keys, options, refs=refs)
-    return [as_sample(dataset, record, number, options) for record, number in zip(records, numbers, strict=True)]
+    return [
+        as_sample(dataset, record, number, options, _filled_up(record.routed_experts, share.num_rows, 0, axis=1))
+        for (record, share), number in zip(records, numbers, strict=True)
+    ]
 
 
 def read_records(
     dataset: RoutingDataset, keys: Sequence[str], options: SampleOptions, *, refs: bool = False
-) -> list[RoutingRecord]:
-    """Their records, likewise."""
+) -> list[tuple[RoutingRecord, Share]]:
+    """Their records, each with what was asked of it, likewise."""
     try:
         return _read(dataset, keys, options, refs=refs)
     except NotFoundError:
@@ -172,36 +220,60 @@ def read_records(
         raise
 
 
-def _read(dataset: RoutingDataset, keys: Sequence[str], options: SampleOptions, *, refs: bool) -> list[RoutingRecord]:
+def _read(
+    dataset: RoutingDataset, keys: Sequence[str], options: SampleOptions, *, refs: bool
+) -> list[tuple[RoutingRecord, Share]]:
     read = dataset.resolve if refs else dataset.get_many
-    tokens: Tokens | list[Tokens]
-    if callable(options.tokens):
-        choose = options.tokens
-        tokens = [choose(record.num_tokens) for record in read(keys, options.layers, slice(0, 0))]
-    else:
-        tokens = options.tokens
-    return read(keys, options.layers, tokens)
+    if not callable(options.tokens):
+        return [(record, Share(record.token_ranges)) for record in read(keys, options.layers, options.tokens)]
+    heads = read(keys, options.layers, slice(0, 0))
+    shares = [options.share(head) for head in heads]
+    tokens = [share.recorded(head.num_tokens) for share, head in zip(shares, heads, strict=True)]
+    records = read(keys, options.layers, tokens)
+    return list(zip(records, shares, strict=True))
 
 
-def as_sample(dataset: RoutingDataset, record: RoutingRecord, number: int, options: SampleOptions) -> Sample:
-    """The form that the options ask for. Raises InvalidInputError for a dtype that does not hold the ids."""
-    experts = record.to_numpy(options.layout)
+def as_sample(
+    dataset: RoutingDataset, record: RoutingRecord, number: int, options: SampleOptions, experts: npt.NDArray[Any]
+) -> Sample:
+    """The form that the options ask for. Raises InvalidInputError for a dtype that does not hold the ids.
+
+    experts: [L, T, K], which begins with those of the record; of rows behind them nothing is present.
+    """
+    rows = experts.shape[1]
+    if options.layout == "TLK":
+        experts = experts.transpose(1, 0, 2)
     if options.dtype is not None and experts.dtype != options.dtype:
         largest = dataset.spec.num_experts - 1
         if largest > np.iinfo(options.dtype).max:
             raise InvalidInputError(f"dtype={options.dtype!r} does not hold expert {largest}: pass a wider one")
         experts = experts.astype(options.dtype)
     sample = Sample(request_id=record.request_id, number=number, num_tokens=record.num_tokens, routed_experts=experts)
-    count = sum(stop - start for start, stop in record.token_ranges)
+    count = record.routed_experts.shape[1]
     if options.present == "layers":
-        sample["present"] = record.present()
+        sample["present"] = _filled_up(record.present(), rows, 0, axis=1)
     elif options.present == "tokens":
-        sample["present"] = record.present().min(axis=0) if record.missing_by_layer else np.ones(count, np.bool_)
+        there = record.present().min(axis=0) if record.missing_by_layer else np.ones(count, np.bool_)
+        sample["present"] = _filled_up(there, rows, 0)
     if options.vectors:
         ids, logprobs = record.token_ids, record.logprobs
-        sample["token_ids"] = np.full(count, NO_TOKEN_ID, np.int32) if ids is None else ids
-        sample["logprobs"] = np.full(count, NO_LOGPROB, np.float32) if logprobs is None else logprobs
+        ids = np.full(count, NO_TOKEN_ID, np.int32) if ids is None else ids
+        logprobs = np.full(count, NO_LOGPROB, np.float32) if logprobs is None else logprobs
+        sample["token_ids"] = _filled_up(ids, rows, NO_TOKEN_ID)
+        sample["logprobs"] = _filled_up(logprobs, rows, NO_LOGPROB)
     return sample
+
+
+def _filled_up(array: npt.NDArray[Any], rows: int, filler: float, axis: int = 0) -> npt.NDArray[Any]:
+    """The array with so many rows; itself, if it has them."""
+    read = array.shape[axis]
+    if read == rows:
+        return array
+    filled = np.empty((*array.shape[:axis], rows, *array.shape[axis + 1 :]), array.dtype)
+    by_row = np.moveaxis(filled, axis, 0)
+    by_row[:read] = np.moveaxis(array, axis, 0)
+    by_row[read:] = filler
+    return filled
 
 
 def whole_batches(
