@@ -385,7 +385,8 @@ def delete(
     progress: called with the sum so far after each directory.
 
     It covers puts that are still in a writer's spool, and none submitted after it returned, on hosts whose clocks are within
-    `max_clock_skew_s`, for which it waits twice, once however much is asked for; it never waits longer, so if this host's clock
+    `max_clock_skew_s`, for which it waits twice (so 2 s on an object store, unless the dataset was made with another), once
+    however much is asked for; it never waits longer, so if this host's clock
     is set back by more than that meanwhile, puts after its return may be covered too, until the clock has caught up. A put
     beside it may land on either side.
 

@@ -4,6 +4,8 @@ RR_FAULT, JSON, says where: {"role": "engine" or "worker", "step": "package.modu
 "after", "nth": which call that comes to it, "both": whether the other process is killed too, "mark": a file that is made when it fires}.
 It fires once for all processes: a worker that is started again lives. "set", by "package.module:NAME": other values for these
 in every process, as parts of an upload that are small.
+
+RR_CLOCK_AHEAD_S says by how much this process and its children take it to be later than it is.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import signal
 import sys
+import time
 from importlib import import_module
 from typing import Any
 
@@ -50,6 +53,14 @@ def _arm(role: str, step: str, when: str, nth: int, both: bool, mark: str) -> No
     setattr(owner, last, step_with_fault)
 
 
+def _set_clock(ahead_s: float) -> None:
+    seconds, nanoseconds = time.time, time.time_ns
+    time.time = lambda: seconds() + ahead_s
+    time.time_ns = lambda: nanoseconds() + int(ahead_s * 1e9)
+
+
+if "RR_CLOCK_AHEAD_S" in os.environ:
+    _set_clock(float(os.environ["RR_CLOCK_AHEAD_S"]))
 if "RR_FAULT" in os.environ:
     fault = json.loads(os.environ["RR_FAULT"])
     for place, value in fault.pop("set", {}).items():
