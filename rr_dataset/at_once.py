@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from itertools import islice
 from threading import Condition
 from typing import TypeVar
@@ -40,12 +41,13 @@ class Workers:
 
     def start(self, work: Callable[[], _R]) -> Future[_R]:
         """`work` in a thread of its own."""
-        return self._pool.submit(work)
+        return self._pool.submit(copy_context().run, work)
 
     def each(self, work: Callable[[_T], None], items: Sequence[_T], at_once: int | None = None) -> None:
         """`work` on every item: the caller and at most `at_once - 1` threads take them in turns.
 
-        The first error stops the rest, and is raised once all have stopped. `work` may call this too.
+        The first error stops the rest, and is raised once all have stopped, an interrupt of the caller at once. `work` may
+        call this too.
         """
         queue = iter(items)
         failed: list[BaseException] = []
@@ -60,8 +62,11 @@ class Workers:
                     failed.append(error)
 
         helpers = min(at_once or self._threads, self._threads, len(items)) - 1
-        futures = [self._pool.submit(drain) for _ in range(helpers)]
+        futures = [self.start(drain) for _ in range(helpers)]
         drain()
+        for error in failed:
+            if not isinstance(error, Exception):  # Ctrl-C: whoever hangs is not waited for
+                raise error
         for future in futures:
             if not future.cancel():
                 future.result()
