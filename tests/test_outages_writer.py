@@ -20,7 +20,7 @@ from weed import S3Server
 
 import rr_dataset as rr
 from rr_dataset.recovery import recover
-from tests.engines import BIG, SPEC, Engine, experts, fill, options, spools, until
+from tests.engines import BIG, SPEC, Engine, alive, experts, fill, options, spools, until
 from tests.test_writer_full import Waits
 
 CLIENTS = ("obstore", "s3fs")
@@ -91,8 +91,18 @@ def no_waits(writer: rr.RoutingWriter) -> Iterator[None]:
         assert waits.seen == []
 
 
-@pytest.mark.parametrize("client", CLIENTS)
-def test_outages_of_every_kind(s3_server: S3Server, proxy: CountingProxy, tmp_path: Path, client: str) -> None:
+@pytest.mark.parametrize(
+    ("client", "kinds"),
+    [
+        ("obstore", list(FAULTS)),
+        ("s3fs", ["lost answers"]),
+        pytest.param("s3fs", list(FAULTS), marks=pytest.mark.nightly),
+    ],
+    ids=["obstore", "s3fs", "s3fs-all"],
+)
+def test_outages_of_every_kind(
+    s3_server: S3Server, proxy: CountingProxy, tmp_path: Path, client: str, kinds: list[str]
+) -> None:
     medium = S3Medium(s3_server.place(), client)
     behind = {**medium.options, "endpoint_url": proxy.endpoint}
     numbers: dict[str, int] = {}
@@ -105,7 +115,7 @@ def test_outages_of_every_kind(s3_server: S3Server, proxy: CountingProxy, tmp_pa
                     numbers[request_id] = len(numbers)
                     writer.put(request_id, experts(numbers[request_id]), "LTK")
 
-        for name, (kind, says) in FAULTS.items():
+        for name, (kind, says) in ((name, FAULTS[name]) for name in kinds):
             before = writer.stats()
             assert (before.failing_slabs, before.failing_s, before.next_attempt_s) == (0, 0.0, None)
             fault = proxy.add(Fault(kind.kind, kind.method, kind.target, LASTING, status=kind.status, code=kind.code))
@@ -225,7 +235,7 @@ SERVE = """
 import json, time
 uri, storage_options = json.loads(sys.argv[1])
 with rr.RoutingWriter(uri, options(spool_dir, drain_timeout_s=0.5, storage_options=storage_options)) as writer:
-    print("open", flush=True)
+    print(writer.stats().worker_pid, flush=True)
     sys.stdin.readline()
     for number in range(4):
         writer.put(f"p:{number}", experts(number), "LTK")
@@ -240,7 +250,7 @@ def test_ctrl_c_in_an_outage_leaves_the_spool(s3_server: S3Server, proxy: Counti
     rr.create_dataset(medium.uri, SPEC, storage_options=medium.options)
     behind = {**medium.options, "endpoint_url": proxy.endpoint}
     with Engine(SERVE, json.dumps([medium.uri, behind]), tmp_path) as engine:
-        assert engine.line() == "open"
+        assert engine.line()
         fault = proxy.add(Fault("delay", delay_s=60, times=LASTING))  # it hangs, and nobody says no
         assert engine.process.stdin is not None
         engine.process.stdin.write("go\n")
@@ -259,6 +269,28 @@ def test_ctrl_c_in_an_outage_leaves_the_spool(s3_server: S3Server, proxy: Counti
     (report,) = recover(tmp_path, storage_options=medium.options)
     assert (report.outcome, report.records) == ("recovered", 4), report.reason
     assert spools(tmp_path) == []
+    holds(medium, {f"p:{number}": number for number in range(4)})
+
+
+@pytest.mark.nightly
+def test_a_worker_without_engine_ends_though_the_store_hangs(
+    s3_server: S3Server, proxy: CountingProxy, tmp_path: Path
+) -> None:
+    medium = S3Medium(s3_server.place(), "obstore")
+    rr.create_dataset(medium.uri, SPEC, storage_options=medium.options)
+    behind = {**medium.options, "endpoint_url": proxy.endpoint}
+    with Engine(SERVE, json.dumps([medium.uri, behind]), tmp_path) as engine:
+        worker = int(engine.line())
+        fault = proxy.add(Fault("delay", delay_s=600, times=LASTING))
+        assert engine.process.stdin is not None
+        engine.process.stdin.write("go\n")
+        engine.process.stdin.flush()
+        assert engine.line() == "put"
+        until(lambda: fault.hits, "the worker asks the store")
+    until(lambda: not alive(worker), "drain_timeout_s and OVERTIME_S are over")
+    proxy.heal()
+    (report,) = recover(tmp_path, storage_options=medium.options)
+    assert (report.outcome, report.records) == ("recovered", 4), report.reason
     holds(medium, {f"p:{number}": number for number in range(4)})
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rr_dataset as rr
+from rr_dataset import worker as module
 from tests.engines import SPEC, experts, stored_rows
 
 
@@ -43,3 +46,28 @@ def test_nothing_is_durable_while_the_dataset_is_not_there(tmp_path: Path, inste
         (tmp_path / "away").rename(root)
         assert writer.flush().records == 1
     assert stored_rows(root) == {"a:1": 1, "a:2": 1}
+
+
+def test_pauses_grow_to_a_limit_and_no_two_are_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+
+    class Told:
+        def send(self, kind: str, **fields: Any) -> None:
+            sent.append({"kind": kind, **fields})
+
+    monkeypatch.setattr(module, "_bound_log", lambda: None)
+    worker = object.__new__(module.Worker)
+    worker._channel = Told()  # type: ignore[assignment]
+    retry = None
+    pauses = []
+    for _ in range(200):
+        retry = worker._failed(tmp_path / "x.slab", retry, rr.StorageError(13, "no", "s3://b/x"))
+        pauses.append(retry.pause_s)
+    assert pauses[0] == module.FIRST_PAUSE_S
+    assert all(later == min(2 * earlier, module.LAST_PAUSE_S) for earlier, later in pairwise(pauses))
+    shares = [message["wait_s"] / pause_s for message, pause_s in zip(sent, pauses, strict=True)]
+    assert min(shares) >= 0.5
+    assert max(shares) <= 1.5
+    assert max(shares) - min(shares) > 0.5
+    assert len(set(shares)) == len(shares)
+    assert sent[0]["os_error"] == [13, "no", "s3://b/x"]
