@@ -57,8 +57,8 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q
 
 test-models: .venv-paddle/.models .venv-torch/.models
-	.venv-paddle/bin/python -m pytest -q tests/models --ignore tests/models/test_transformers.py
-	.venv-torch/bin/python -m pytest -q tests/models/test_transformers.py
+	.venv-paddle/bin/python -m pytest -q tests/models --ignore-glob '*_transformers.py'
+	.venv-torch/bin/python -m pytest -q tests/models/test_*transformers.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
