@@ -34,6 +34,7 @@ from .loader import loader_arrow, loader_paddle, loader_torch
 from .measure import Check
 from .put import put_blocked, put_int32, put_large, put_queue, put_small
 from .read import get_cold, get_layers, get_many_large, get_many_small, get_tokens_first, get_warm
+from .s3 import s3_compression, s3_delete, s3_durable, s3_get, s3_get_many, s3_ingest, s3_requests
 from .seed import seed_store
 
 ROWS = {  # ingest comes before the others have deleted many files
@@ -68,6 +69,13 @@ ROWS = {  # ingest comes before the others have deleted many files
     "loader-paddle": loader_paddle,
     "loader-arrow": loader_arrow,
     "clients": clients,
+    "s3-get": s3_get,
+    "s3-get-many": s3_get_many,
+    "s3-ingest": s3_ingest,
+    "s3-durable": s3_durable,
+    "s3-delete": s3_delete,
+    "s3-requests": s3_requests,
+    "s3-compression": s3_compression,
 }
 
 

@@ -73,7 +73,7 @@ class Obstore:
     """Its own calls; it fetches at most ten ranges at once."""
 
     def __init__(self, place: Place) -> None:
-        self._base, self._store = place.prefix, _store(place)
+        self._base, self._store = place.prefix, s3_store(place)
 
     def put(self, path: str, data: bytes) -> object:
         return obstore.put(self._store, f"{self._base}/{path}", data, mode="create", use_multipart=False)
@@ -152,7 +152,7 @@ class Arrow:
 
 def clients(bench: Bench) -> list[Check]:
     """What a request costs with each client, and which is the default for it."""
-    with _server() as server:
+    with s3_server() as server:
         place = server.place()
         subjects: dict[str, Subject] = {
             "ours over obstore": Ours(place, "obstore"),
@@ -251,7 +251,8 @@ def _row(
 
 
 @contextmanager
-def _server() -> Iterator[S3Server]:
+def s3_server() -> Iterator[S3Server]:
+    """Raises Unavailable where there is none."""
     try:
         with S3Server.started() as server:
             yield server
@@ -268,7 +269,8 @@ def _config(place: Place) -> dict[str, Any]:
     }
 
 
-def _store(place: Place) -> S3Store:
+def s3_store(place: Place) -> S3Store:
+    """obstore alone."""
     return S3Store(place.bucket, **_config(place), client_options={"allow_http": True})
 
 
