@@ -97,6 +97,8 @@ def test_the_examples_run_in_order(
     assert names["very_put"].routed_experts.shape == (58, 512, 8)
     assert names["view"].layers == tuple(range(16, 31))
     assert names["kinds"] == [3, 1, 254]
+    captured = names["capture"].stats()
+    assert (captured.records, captured.rows, captured.faults) == (1, 20, {})
     ran = 0
     for arguments in commands():
         if any(word in shlex.join(["rr-dataset", *arguments]) for word in NOT_RUN):
