@@ -14,10 +14,12 @@ import logging
 import math
 import os
 import random
+import select
 import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -79,6 +81,8 @@ class Worker:
             self._engine_dead = True
         except (OSError, AttributeError):  # Linux before 5.3, gVisor, a seccomp filter, a Python built without it
             _log.info("no pidfd: looking every %s s whether the engine is still the parent", PARENT_POLL_S)
+        if not self._engine_dead:
+            threading.Thread(target=self._outlive, name="outlive", daemon=True).start()
 
     def run(self) -> None:
         """Until the engine is dead or has closed the writer, or SIGTERM."""
@@ -89,9 +93,7 @@ class Worker:
                 pause_s = 0
             self._wait(pause_s)
         deadline = time.monotonic() + self._drain_timeout_s
-        signal.setitimer(
-            signal.ITIMER_REAL, self._drain_timeout_s + OVERTIME_S
-        )  # it kills; the slabs keep what they hold
+        self._limit_the_end()
         states = UNPUBLISHED if self._engine_dead else (SEALED,)
         while (pause_s := self._publish(states, deadline)) is not None and time.monotonic() < deadline:
             time.sleep(pause_s)
@@ -170,7 +172,22 @@ class Worker:
                 self._end_soon(0)
         self._engine_dead = self._pidfd in ready if self._pidfd is not None else os.getppid() != self._parent
 
+    def _outlive(self) -> None:
+        """In a thread of its own, since a store that hangs may hold the other one for minutes: wait for the engine's death."""
+        if self._pidfd is not None:
+            select.select([self._pidfd], [], [])
+        else:
+            while os.getppid() == self._parent:
+                time.sleep(PARENT_POLL_S)
+        self._limit_the_end()
+
+    def _limit_the_end(self) -> None:
+        """Have the process killed when the time to drain is over, and some; its slabs keep what is not published."""
+        if not signal.getitimer(signal.ITIMER_REAL)[0]:
+            signal.setitimer(signal.ITIMER_REAL, self._drain_timeout_s + OVERTIME_S)
+
     def _on_sigterm(self, *_: object) -> None:
+        self._limit_the_end()
         self._adoption = None
         self._end_soon(LINGER_S)
 
@@ -230,7 +247,8 @@ def main(channel_fd: int, engine_pid: int) -> None:
         return
     start = messages[0]
     os.nice(start["nice"])
-    channel.send("opening")
+    if "://" in start["uri"]:  # whoever answers may take its time
+        channel.send("opening")
     try:
         publisher = _open(start)
     except RoutingDatasetError as error:
