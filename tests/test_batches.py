@@ -143,6 +143,18 @@ def test_paddle_takes_whole_batches(workers: int, stored: Stored) -> None:
     check(stored, list(io.DataLoader(batches(stored), **how, **whole_batches(BATCHES))))
 
 
+def test_in_a_worker_of_paddle_nothing_is_copied(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        io = pytest.importorskip("paddle.io")
+    monkeypatch.setattr(io, "get_worker_info", lambda: "a worker")
+    experts = batches(stored)[[0, 1]]["routed_experts"]
+    name = experts.get_tensor()._share_filename(False)[0]
+    assert Path(f"/dev/shm{name}").exists()
+    assert experts.get_tensor()._share_filename(False)[0] == name  # so the loader leaves it there
+    assert np.array_equal(np.from_dlpack(experts), [stored.dataset.get(each).routed_experts for each in IDS[:2]])
+
+
 @pytest.fixture(autouse=True)
 def _no_warning_of_workers() -> Iterator[None]:
     """Python 3.12 warns of every fork of a process with threads, and the frameworks start some."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -200,6 +201,19 @@ def test_an_error_names_the_id(stored: Stored) -> None:
     samples = RoutingSamples(stored.root, [*IDS, "short:0"], SampleOptions(tokens=slice(0, 5)))
     with pytest.raises(rr.InvalidRoutingError, match="^'short:0': tokens 0 to 5"):
         samples[[0, 6, 1]]
+
+
+def test_a_forked_worker_reads_no_index_that_its_parent_knows(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = RoutingSamples(stored.root, IDS)
+    samples.dataset.heads(IDS)
+    monkeypatch.setattr("rr_dataset.snapshot.read_index", None)
+    context = multiprocessing.get_context("fork")
+    found = context.SimpleQueue()
+    worker = context.Process(target=lambda: found.put(samples[1]["routed_experts"]))
+    worker.start()
+    worker.join(TIMEOUT_S)
+    assert worker.exitcode == 0
+    assert np.array_equal(found.get(), samples.dataset.get(IDS[1]).routed_experts)
 
 
 # ids as a list

@@ -1,12 +1,13 @@
 """Routing for trainers whose dataloader runs on one rank and broadcasts.
 
-PaddleFormers' DistDataLoader loads on one rank of a model, gives pipeline stages in the middle an empty batch and takes an error
-for the end of the epoch. So the batch carries one int64 number per sample and no routing, and every rank reads its own layers:
+PaddleFormers' DistDataLoader (0.4.1) loads on one rank of a model, gives pipeline stages in the middle an empty batch, or one of
+memory that was never written where there are tensor ranks, and takes an error for the end of the epoch. So the batch carries one
+int64 number per sample and no routing, and every rank reads its own layers:
 
     ids = IdList(manifest)                                # alike on every rank
     dataset rows: {..., "routing_row": ids.number(row)}   # in the trainer's own dataset
     feeder = RankFeeder(uri, ids, SampleOptions(layers=view.layers, tokens=view.share, lengths="S-1"), gather)
-    for batch in loader: samples = feeder.feed(batch.get("routing_row"))
+    for batch in loader: samples = feeder.feed(batch["routing_row"] if stage in (0, last_stage) else None)
     feeder.finish(expected=num_samples)                   # an epoch that ended early is an error
 
 The numbers are checked on every rank (see idlist.py), and what goes wrong on one rank is raised on all that `gather` reaches.

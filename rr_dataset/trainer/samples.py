@@ -4,8 +4,11 @@
     torch.utils.data.DataLoader(samples, batch_size=8, num_workers=2)                       # reads a batch at once
     paddle.io.DataLoader(samples, num_workers=2, **whole_batches(batch_sampler, collate))   # so does this
 
-`RoutingBatches` (batches.py) saves a copy more. Neither framework is imported. A worker holds a batch twice, as it was read and as it was collated (the loader's shared
-memory holds `prefetch_factor` more of them per worker), and of ours an index cache of at most 256 MB.
+`RoutingBatches` (batches.py) saves copies. Neither framework is imported. A worker holds a batch twice, as it was read and as it
+was collated (the loader's shared memory holds `prefetch_factor` more of them per worker), and an index cache of at most 256 MB.
+What the dataset object of the parent knew before workers are forked (by `wait_for`, `heads` or a read) they share with it.
+
+With `num_workers=0` paddle's DataLoader (3.3) waits for ever when a dataset raises: give it a worker where a record may be missing.
 """
 
 from __future__ import annotations
