@@ -5,10 +5,14 @@ pyarrow has an S3 client of its own; it would need the credentials handed over, 
 
 from __future__ import annotations
 
+import atexit
+import os
 from collections.abc import Mapping
+from threading import Condition
 from typing import Any, NoReturn
 
 import pyarrow as pa
+import pyarrow.dataset as pads
 import pyarrow.fs as pafs
 
 from rr_dataset.errors import InvalidInputError, ObjectNotFoundError
@@ -16,6 +20,77 @@ from rr_dataset.far_source import FarSource
 from rr_dataset.layout import parse_shard_name
 from rr_dataset.shard import TAIL_BYTES, SourceFile, likely_tail
 from rr_dataset.storage import Entry, Storage
+
+QUIET_S = 0.05  # without a call, what pyarrow had queued is done
+
+
+class _Calls:
+    """What pyarrow's threads do in Python. They read ahead, and would crash or wait for ever in an interpreter that ends."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._going_on = self._begun = 0
+        self._ends = False
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._begun += 1
+            if self._ends:
+                raise OSError("the interpreter ends")
+            self._going_on += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._going_on -= 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """No more from now on; returns when those that go on have ended, and what was queued has failed."""
+        with self._changed:
+            self._ends = True
+            if not self._begun:
+                return
+        begun = -1
+        while self._going_on or begun != self._begun:
+            begun = self._begun
+            _let_others_end()
+            with self._changed:
+                self._changed.wait(QUIET_S)
+
+
+def _let_others_end() -> None:
+    """Go through pyarrow's queues, behind all that is in them."""
+    pa.set_io_thread_count(1)
+    pa.set_cpu_count(1)
+    schema = pa.schema([("a", pa.int8())])
+    with pa.BufferOutputStream() as file:
+        with pa.ipc.new_file(file, schema) as writer:
+            writer.write_batch(pa.record_batch([pa.array([1], pa.int8())], schema))
+        data = file.getvalue()
+    pads.IpcFileFormat().make_fragment(data).to_table()
+
+
+_calls = _Calls()
+
+
+@atexit.register
+def _end_calls() -> None:
+    _calls.end()
+
+
+def _forget_calls() -> None:
+    """A forked child has none of these threads."""
+    global _calls  # noqa: PLW0603 -- one a process
+    _calls = _Calls()
+
+
+os.register_at_fork(after_in_child=_forget_calls)
+
+
+class _File(SourceFile):
+    def read(self, size: int = -1) -> bytes:
+        with _calls:
+            return super().read(size)
 
 
 class StoreHandler(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow ships no types
@@ -35,10 +110,11 @@ class StoreHandler(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow shi
         Nothing is kept from one opening to the next: what is deleted is not shown again.
         """
         path = self._path(address)
-        source = self._storage.open(path, self._entries.get(path))
+        with _calls:
+            source = self._storage.open(path, self._entries.get(path))
         name = parse_shard_name(path.rpartition("/")[2])
         end = TAIL_BYTES if name is None else likely_tail(name.rows, source.size)
-        return pa.PythonFile(SourceFile(FarSource(source, end), source.size), mode="r")
+        return pa.PythonFile(_File(FarSource(source, end), source.size), mode="r")
 
     def open_input_stream(self, address: str) -> pa.NativeFile:
         """The same."""
