@@ -25,7 +25,7 @@ class Faults:
         if self.strict:
             raise error
         if self.counts[hook] == 1:
-            _log.error("routing capture: %s: %s; serving goes on, stats() counts the rest", hook, error, exc_info=error)
+            _log.error("routing capture: %s: %s; serving goes on, `faults` counts the rest", hook, error, exc_info=error)
 
     def attempt(self, hook: str, call: Callable[..., T], *arguments: Any) -> T | None:
         """What the call returns; None if it raised, which is told instead."""

@@ -48,7 +48,7 @@ class RoutingReplayManager:
         self._fed = np.zeros(self.max_num_seqs, np.int64)
         self._slots: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._own = writer is None
-        self.writer = writer or (open_writer(fd_config) if self.tp_rank == 0 else None)
+        self.writer = None if self.tp_rank else writer or open_writer(fd_config)
         if self.writer is None:
             self.spec = RoutingSpec.from_config(fd_config.model_config)
             self.capture = None
