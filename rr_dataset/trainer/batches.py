@@ -29,7 +29,9 @@ class RoutingBatches:
     copy. In a worker `routed_experts` is a tensor in shared memory that the experts were read into, so handing it over copies
     nothing (paddle: not for uint16 and uint32, which it lacks).
 
-    A worker holds one batch, and the loader `prefetch_factor` more of each.
+    A worker holds one batch, and the loader `prefetch_factor` more of each: 10 MB of its own and 12, 24 or 48 MB in shared memory
+    were measured for batches of 1, 2 or 4 records of 12.6 MB, the same after 16 batches, and an index cache of at most 256 MB
+    comes on top.
     """
 
     def __init__(self, samples: RoutingSamples, collate: Callable[..., Any] | None = None) -> None:
