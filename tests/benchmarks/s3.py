@@ -11,7 +11,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -304,21 +304,23 @@ def s3_compression(bench: Bench) -> list[Check]:
     durable: dict[str, list[float]] = {kind: [] for kind in kinds}
     reading: dict[str, list[float]] = {kind: [] for kind in kinds}
     stored: dict[str, float] = {}
-    with s3_server() as server:
-        for kind in kinds:
-            place, ids = server.place(), Ids()
-            with _writer(place, REAL_SPEC, compression=kind) as writer:
-                names = [ids.new() for _ in range(rounds)]
-                for at, name in enumerate(names):
-                    began = time.perf_counter()
-                    writer.put(name, records[at % len(records)], "LTK").wait(60)
-                    durable[kind].append(time.perf_counter() - began)
-            dataset = _opened(place)
-            stored[kind] = dataset.info().bytes / rounds
-            for name in names:
-                began = time.perf_counter()
-                dataset.get(name)
-                reading[kind].append(time.perf_counter() - began)
+    with s3_server() as server, ExitStack() as held:
+        places, ids = {kind: server.place() for kind in kinds}, Ids()
+        writers = {
+            kind: held.enter_context(_writer(place, REAL_SPEC, compression=kind)) for kind, place in places.items()
+        }
+        datasets = {kind: _opened(place) for kind, place in places.items()}
+        for at in range(-1, rounds):
+            for kind in kinds[at % 3 :] + kinds[: at % 3]:
+                name, began = ids.new(), time.perf_counter()
+                writers[kind].put(name, records[at % len(records)], "LTK").wait(60)
+                put = time.perf_counter()
+                datasets[kind].get(name)
+                if at >= 0:
+                    durable[kind].append(put - began)
+                    reading[kind].append(time.perf_counter() - put)
+        for kind, dataset in datasets.items():
+            stored[kind] = dataset.info().bytes / (rounds + 1)
     medians = {kind: float(np.median(durable[kind]) + np.median(reading[kind])) for kind in kinds}
     note = ", ".join(
         f"{kind} {stored[kind] / MIB:.2f} MiB, durable {shown(float(np.median(durable[kind])), 'ms')}, "
