@@ -120,7 +120,9 @@ def tokens_per_id(
 def is_ranges(tokens: object) -> TypeGuard[Sequence[Range]]:
     """Whether this is a list of (start, stop) pairs; an empty list is."""
     return isinstance(tokens, (list, tuple)) and all(
-        isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(end, SupportsIndex) for end in pair)
+        isinstance(pair, (tuple, list))
+        and len(pair) == 2
+        and all(isinstance(end, (int, SupportsIndex)) for end in pair)
         for pair in tokens
     )
 
