@@ -186,7 +186,7 @@ class RoutingDataset:
     ) -> RoutingRecord:
         """One record, with the layers and tokens asked for.
 
-        layers: rising layer ids; None: all.
+        layers: rising layer ids; None: all; none at all are allowed, for a rank that holds no MoE layer.
         tokens: a slice with step 1 (negative ends count from the end), or a list of (start, stop) ranges of absolute
             positions, which follow one another on the token axis; None: all.
         out: [layers, tokens, top_k] of a dtype that holds the ids and of any strides, filled in place and returned as
@@ -289,12 +289,12 @@ class RoutingDataset:
     ) -> Packed:
         """Records in the order asked, one after the other in one buffer per layer: `(experts, cu_seqlens, mask, masks)`.
 
-        layers: rising layer ids; None: all; none at all are allowed, for a rank that holds no MoE layer.
+        layers: as in `get`.
         tokens: as in `get_many`, or the `Share` of a rank, which speaks of the trainer's tokens: what the record does not have
             of them is a missing row, also past its end.
         out: by layer id a buffer [rows or more, top_k] in host memory, as a numpy array or anything with `__dlpack__` (pinned
             tensors), of an integer dtype that holds the ids. Its first rows are filled, straight from storage where items have
-            the spec's size. None: one new block for all layers. After an error they hold anything.
+            the spec's size. Layers may share a block, not memory. None: one new block for all. After an error they hold anything.
         padding: what stands in rows that are not real: "spread", distinct ids balanced over all experts, or "minus_one", -1 in
             the narrowest signed dtype that holds the ids. Look at `masks` to leave missing rows to the live router.
         pad_to_multiple: rows of padding follow each sample until its rows are a multiple of this.

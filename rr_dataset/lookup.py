@@ -180,7 +180,7 @@ class Lookup:
     ) -> Callable[[FoundByKey, Snapshot], list[RoutingRecord | None]]:
         """What makes records of what was found, in the order of the keys."""
         spec = self.format.spec
-        chosen = spec.check_layers(layers)
+        chosen = spec.check_layers(layers, at_least=0)
 
         def use(found: FoundByKey, snapshot: Snapshot) -> list[RoutingRecord | None]:
             arrays = Arrays(len(keys))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rr_dataset.buffers import overlapping, overlaps_itself
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError
 from rr_dataset.lookup import Found, FoundByKey, Lookup
 from rr_dataset.padding import RowKind, fill_rows, padded_dtype
@@ -61,7 +62,7 @@ def read_packed(
 ) -> Packed:
     """See `RoutingDataset.get_packed`."""
     spec = lookup.format.spec
-    chosen = () if layers is not None and not len(layers) else spec.check_layers(layers)
+    chosen = spec.check_layers(layers, at_least=0)
     dtype = padded_dtype(spec.dtype, spec.num_experts, padding)
     if pad_to_multiple < 1:
         raise InvalidInputError(f"pad_to_multiple={pad_to_multiple}: expected 1 or more")
@@ -89,7 +90,7 @@ def read_packed(
 def read_spans(lookup: Lookup, spans: Sequence[tuple[str, int, int]], layers: Sequence[int] | None) -> Spans:
     """See `RoutingDataset.get_spans`."""
     spec = lookup.format.spec
-    chosen = spec.check_layers(layers)
+    chosen = spec.check_layers(layers, at_least=0)
     try:
         asked = [(str(ref), operator.index(start), operator.index(stop)) for ref, start, stop in spans]
     except (TypeError, ValueError):
@@ -109,7 +110,7 @@ def read_spans(lookup: Lookup, spans: Sequence[tuple[str, int, int]], layers: Se
             at += stop - start
         block = np.empty((len(chosen), at, spec.top_k), spec.dtype)
         _, masks = _read(samples, _Buffers(spec, dict(zip(chosen, block, strict=True)), block), at, snapshot, lookup)
-        present = np.stack([masks[layer] == RowKind.REAL for layer in chosen])
+        present = np.array([masks[layer] == RowKind.REAL for layer in chosen], np.bool_).reshape(len(chosen), at)
         block[~present] = 0
         return Spans(block, present)
 
@@ -145,7 +146,8 @@ class _Buffers:
         self.experts = experts
         self.layers = tuple(experts)
         stored = np.dtype(spec.dtype)
-        if all(array.itemsize == stored.itemsize and array.flags.c_contiguous for array in experts.values()):
+        alike = (array.itemsize == stored.itemsize and array.dtype.isnative for array in experts.values())
+        if all(alike) and all(array.flags.c_contiguous for array in experts.values()):
             # Every id fits both dtypes, and then its bytes are the same in both.
             self.block = None if block is None else block.view(stored)
             self.raw = [array.view(stored) for array in experts.values()]
@@ -171,7 +173,14 @@ def _given(
     lacking = [layer for layer in layers if layer not in out]
     if lacking:
         raise InvalidRoutingError(f"out has no buffer for layers {lacking}: expected one for each of {list(layers)}")
-    return _Buffers(spec, {layer: _rows_of(out[layer], layer, rows, spec, dtype) for layer in layers}, None)
+    buffers = {layer: _rows_of(out[layer], layer, rows, spec, dtype) for layer in layers}
+    shared = overlapping(buffers)
+    if shared is not None:
+        raise InvalidRoutingError(
+            f"out[{shared[0]}] and out[{shared[1]}] share memory: each layer needs a buffer of its own, or the ids of one would "
+            "stand for the other"
+        )
+    return _Buffers(spec, buffers, None)
 
 
 def _rows_of(given: Any, layer: int, rows: int, spec: RoutingSpec, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -190,7 +199,12 @@ def _rows_of(given: Any, layer: int, rows: int, spec: RoutingSpec, dtype: np.dty
         raise InvalidRoutingError(f"out[{layer}] is {array.dtype}: expected {dtype}, or another that holds its values")
     if not array.flags.writeable:
         raise InvalidRoutingError(f"out[{layer}] is read-only: pass a buffer that can be written")
-    return array[:rows]
+    taken = array[:rows]
+    if overlaps_itself(taken):
+        raise InvalidRoutingError(
+            f"out[{layer}] has strides {array.strides}: rows or ids that share memory hold one value only"
+        )
+    return taken
 
 
 class _Packing:

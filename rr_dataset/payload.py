@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rr_dataset.at_once import Budget
+from rr_dataset.buffers import overlaps_itself
 from rr_dataset.errors import CorruptShardError, InvalidRoutingError
 from rr_dataset.live import claim, merge_ranges
 from rr_dataset.record import Range, RecordHead, RoutingRecord, RoutingSpec
@@ -238,4 +239,6 @@ def _fits(out: npt.NDArray[Any], shape: Sequence[int], dtype: str) -> bool:
         raise InvalidRoutingError(f"out is {out.shape} {out.dtype}: expected {tuple(shape)} and {dtype} or wider")
     if not out.flags.writeable:
         raise InvalidRoutingError("out is read-only: pass an array that can be written")
+    if overlaps_itself(out):
+        raise InvalidRoutingError(f"out has strides {out.strides}: elements that share memory hold one value only")
     return out.dtype == dtype

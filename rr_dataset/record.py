@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rr_dataset.buffers import overlaps_itself
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError
 
 Range = tuple[int, int]
@@ -122,10 +123,12 @@ class RoutingSpec:
         """Stored bytes of one token over all layers."""
         return self.num_layers * self.top_k * np.dtype(self.dtype).itemsize
 
-    def check_layers(self, layers: Sequence[int] | None) -> tuple[int, ...]:
+    def check_layers(self, layers: Sequence[int] | None, *, at_least: int = 1) -> tuple[int, ...]:
         """`layers` as a rising tuple of ids of this spec; None means all.
 
-        Raises InvalidRoutingError for what is no list of ids, an id that is no MoE layer, a repeated one or an empty selection.
+        at_least: 0 for reads, which a rank of a pipeline that holds no MoE layer takes part in.
+
+        Raises InvalidRoutingError for what is no list of ids, an id that is no MoE layer, a repeated one or too few.
         """
         if layers is None:
             return self.moe_layers
@@ -138,8 +141,8 @@ class RoutingSpec:
             raise InvalidRoutingError(
                 f"layers [{shown_layers(unknown)}] are not MoE layers of this dataset, which has {shown_layers(self.moe_layers)}"
             )
-        if not chosen or any(a >= b for a, b in pairwise(chosen)):
-            raise InvalidRoutingError(f"layers={list(chosen)}: expected rising layer ids, at least one")
+        if len(chosen) < at_least or any(a >= b for a, b in pairwise(chosen)):
+            raise InvalidRoutingError(f"layers={list(chosen)}: expected rising layer ids, at least {at_least}")
         return chosen
 
     def position_ids(self, positions: npt.ArrayLike, layers: Sequence[int] | None = None) -> npt.NDArray[Any]:
@@ -411,7 +414,8 @@ class RoutingRecord(RecordHead):
 
         Bytes of missing tokens are zero and mean nothing: see `present`.
 
-        Raises InvalidRoutingError for an unknown layout, or an `out` that is no array, of another shape or too narrow a dtype.
+        Raises InvalidRoutingError for an unknown layout, or an `out` that is no array, of another shape, too narrow a dtype or
+        with elements that share memory.
         """
         if layout not in LAYOUTS:
             raise InvalidRoutingError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}")
@@ -424,6 +428,8 @@ class RoutingRecord(RecordHead):
             raise InvalidRoutingError(f"out has shape {out.shape}, the record in {layout} has {view.shape}")
         if not np.can_cast(view.dtype, out.dtype, "safe"):
             raise InvalidRoutingError(f"out has dtype {out.dtype}, which does not hold every {view.dtype}")
+        if overlaps_itself(out):
+            raise InvalidRoutingError(f"out has strides {out.strides}: elements that share memory hold one value only")
         np.copyto(out, view)
         return out
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
+from rr_dataset.buffers import overlaps_itself
 from rr_dataset.errors import InvalidRoutingError
 from rr_dataset.lookup import FoundByKey, Lookup
 from rr_dataset.payload import Arrays, Draft, fill
@@ -37,7 +38,7 @@ def read_stacked(
 ) -> Stacked:
     """See `RoutingDataset.get_stacked`."""
     spec = lookup.format.spec
-    chosen = spec.check_layers(layers)
+    chosen = spec.check_layers(layers, at_least=0)
 
     def use(found: FoundByKey, snapshot: Snapshot) -> Stacked:
         heads = [found[key].head for key in ids]
@@ -57,6 +58,10 @@ def read_stacked(
                 )
         shape = (len(ids), len(chosen), counts[0] if counts else 0, spec.top_k)
         block = empty(shape, spec.dtype)
+        if block.shape != shape or overlaps_itself(block):
+            raise InvalidRoutingError(
+                f"empty made {block.shape} with strides {block.strides}: expected {shape}, no element in the place of another"
+            )
         arrays = Arrays(0)
         drafts = []
         for key, head, share, out in zip(ids, heads, shares, block, strict=True):

@@ -17,8 +17,33 @@ FRONTS = 5
 FACADE = "__init__"
 
 ROWS = (
-    ("errors", "options", "clock", "record", "keys", "layout", "live", "selection", "padding", "contracts"),
-    ("slab", "spool_place", "spool", "supervisor", "receipt", "intake", "feed", "reserved", "writer", "capture"),
+    (
+        "errors",
+        "options",
+        "clock",
+        "buffers",
+        "record",
+        "keys",
+        "layout",
+        "live",
+        "selection",
+        "padding",
+        "masked",
+        "contracts",
+    ),
+    (
+        "slab",
+        "spool_place",
+        "spool",
+        "supervisor",
+        "receipt",
+        "intake",
+        "feed",
+        "reserved",
+        "items",
+        "writer",
+        "capture",
+    ),
     ("schema", "shard"),
     ("storage",),
     (

@@ -158,6 +158,65 @@ def test_rows_are_read_into_the_buffers_themselves(
         np.testing.assert_array_equal(experts[layer], np.concatenate([data.routed_experts[number] for data in rows]))
 
 
+def test_a_rank_without_moe_layers_takes_part_in_every_read(stored: Stored) -> None:
+    row = stored.put("a:1", 5, vectors=True)
+    data = stored.dataset
+    view = rr.RankView(SPEC, rr.pipeline_chunks(12, 0, 4))
+    assert view.layers == ()
+    for record in (
+        data.get("a:1", view.layers),
+        *data.get_many(["a:1"], view.layers),
+        *data.resolve([ref(row)], view.layers),
+        *data.get_stacked(["a:1"], view.layers).records,
+    ):
+        assert record.routed_experts.shape == (0, 5, 2)
+        assert record.token_ids is not None
+        assert record.token_ids.tolist() == row.token_ids.tolist()
+    spans = data.get_spans([(ref(row), 1, 4)], view.layers)
+    assert (spans.routed_experts.shape, spans.present.shape) == ((0, 3, 2), (0, 3))
+    assert rr.collate(data.get_many(["a:1"], view.layers), SPEC).routed_experts.shape == (1, 5, 0, 2)
+    assert rr.trajectory(data, ["a:1"], layers=view.layers).routed_experts.shape == (0, 5, 2)
+    with pytest.raises(rr.InvalidRoutingError, match="at least 1"):
+        SPEC.check_layers([])
+
+
+def test_buffers_that_share_memory_are_refused(stored: Stored) -> None:
+    """The ids of one layer would stand under the mask of another."""
+    stored.put("a:1", 5)
+    get = stored.dataset.get_packed
+    block = np.zeros((8, 2), np.uint8)
+    for other in (block, block[3:], block[::-1]):
+        with pytest.raises(rr.InvalidRoutingError, match=r"out\[4\] and out\[9\] share memory"):
+            get(["a:1"], [4, 9], out={4: block, 9: other})
+    with pytest.raises(rr.InvalidRoutingError, match=r"out\[4\] has strides \(0, 1\)"):
+        get(["a:1"], [4], out={4: np.lib.stride_tricks.as_strided(block, (8, 2), (0, 1))})
+    twice = np.lib.stride_tricks.as_strided(block, (4, 5, 2), (0, 2, 1))
+    record = stored.dataset.get("a:1")
+    for shared in (lambda: stored.dataset.get("a:1", out=twice), lambda: record.to_numpy(out=twice)):
+        with pytest.raises(rr.InvalidRoutingError, match=r"out has strides \(0, 2, 1\)"):
+            shared()
+    with pytest.raises(rr.InvalidRoutingError, match="no element in the place of another"):
+        stored.dataset.get_stacked(["a:1"] * 2, empty=lambda shape, _: np.broadcast_to(np.zeros(1, np.uint8), shape))
+    one = np.zeros((5, 4, 2), np.uint8)  # the layers of each row side by side
+    get(["a:1"], out={layer: one[:, number] for number, layer in enumerate(SPEC.moe_layers)})
+    np.testing.assert_array_equal(one.transpose(1, 0, 2), stored.dataset.get("a:1").routed_experts)
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_buffers_of_either_byte_order_have_the_numbers(order: str, tmp_path: Path) -> None:
+    wide = Stored(tmp_path / "wide", rr.RoutingSpec((3, 4), num_experts=60_000, top_k=2))
+    row = wide.put("a:1", 5)
+    for dtype in (f"{order}u2", f"{order}i4", f"{order}u4"):
+        out = {layer: np.zeros((5, 2), dtype) for layer in (3, 4)}
+        wide.dataset.get_packed(["a:1"], out=out)
+        np.testing.assert_array_equal(np.stack(list(out.values())), row.routed_experts)
+        if dtype[1] == "u":
+            whole = np.zeros((2, 5, 2), dtype)
+            np.testing.assert_array_equal(wide.dataset.get("a:1", out=whole).routed_experts, row.routed_experts)
+            stacked = wide.dataset.get_stacked(["a:1"], empty=lambda shape, _, dtype=dtype: np.empty(shape, dtype))
+            np.testing.assert_array_equal(stacked.routed_experts[0], row.routed_experts)
+
+
 def test_an_id_without_a_record_has_the_missing_rows_of_its_share(stored: Stored) -> None:
     stored.put("a:1", 3)
     share = Share(((0, 4),), 1)

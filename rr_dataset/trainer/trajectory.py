@@ -58,7 +58,7 @@ def trajectory(
     InvalidInputError for lengths that cannot be, ReadConflictError where a record changed meanwhile, and as
     `RoutingDataset.get_many`.
     """
-    chosen = dataset.spec.check_layers(layers)
+    chosen = dataset.spec.check_layers(layers, at_least=0)
     if not turns:
         raise InvalidInputError("turns is empty: expected the request ids of a conversation, in order")
     read = dataset.resolve if refs else dataset.get_many
