@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
+MAX_REASON_BYTES = 1000  # a text for people; thousands of rows fit a control slab only if each is short
+NO_REASON = "no reason given"
+
 
 class RoutingDatasetError(Exception):
     """Anything that rr_dataset raises on purpose."""
@@ -161,3 +164,22 @@ class FlushTimeoutError(WriterError, TimeoutError):
 
 class RoutingDatasetWarning(UserWarning):
     """Something foreign or damaged lies in a dataset and was stepped over; the rest is readable."""
+
+
+def reason_of(why: object) -> str:
+    """A text for people, of a text or an error, which rows, JSON, logs and terminals take; whatever it is given, it never fails.
+
+    Of an error that is not ours it has the class. Lone surrogates are escaped; beyond MAX_REASON_BYTES it is cut.
+    """
+    try:
+        text = "" if why is None else str(why)
+    except Exception:  # noqa: BLE001 - the text of a foreign object, which may do anything
+        text = f"a {type(why).__name__} that has no text"
+    if isinstance(why, Exception) and not isinstance(why, RoutingDatasetError):
+        text = f"{type(why).__name__}: {text}" if text else type(why).__name__
+    if not text.strip():
+        return NO_REASON
+    encoded = text[: MAX_REASON_BYTES + 1].encode(errors="backslashreplace")
+    if len(encoded) > MAX_REASON_BYTES:
+        encoded = encoded[: MAX_REASON_BYTES - 3] + b"..."
+    return encoded.decode(errors="ignore")

@@ -40,6 +40,10 @@ class Feed:
         self._unreported: Counter[str] = Counter()
         self._failures: list[str] = []  # of batches that will not become durable, unreported
 
+    def check_process(self) -> None:
+        """Raise WriterForkedError in a forked child: the memory of the spool is the parent's too."""
+        self._supervisor.check_process()
+
     # ---- into the spool
 
     def room(self, intake: Intake) -> Reservation | None:

@@ -17,13 +17,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rr_dataset.errors import InvalidRoutingError
+from rr_dataset.errors import InvalidInputError, InvalidRoutingError, reason_of
 from rr_dataset.layout import DatasetFormat
-from rr_dataset.record import LAYOUTS, MAX_POSITION, STATUSES, Range, RoutingSpec, Span
+from rr_dataset.masked import hides_values
+from rr_dataset.options import MAX_META_BYTES
+from rr_dataset.record import (
+    LAYOUTS,
+    MAX_POSITION,
+    STATUSES,
+    Range,
+    RoutingSpec,
+    Span,
+)
 from rr_dataset.slab import array_offsets
 
-MAX_META_BYTES = 1_000_000  # so that the row of a drop fits a control slab, whatever its put said
-MAX_REASON_BYTES = 1000  # a text for people; thousands of rows fit a control slab only if each is short
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 _NOTHING = np.empty((0, 0, 0), np.uint8)
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -125,43 +132,56 @@ def take_in(
 
     Raises InvalidRequestIdError or InvalidRoutingError.
     """
-    spec = dataset.spec
-    dataset.keys.parse(request_id)
-    chosen = spec.check_layers(layers)
-    if isinstance(routed_experts, Room):
-        routing, tokens, tokens_first = _NOTHING, _count("num_tokens", routed_experts.num_tokens), True
-    else:
-        routing = _routing(routed_experts, layout, len(chosen), spec)
-        tokens = len(routing)
-        tokens_first = tokens > 1 and len(chosen) > 1 and abs(routing.strides[0]) > abs(routing.strides[1])
-    whole = _whole(token_start, tokens)
-    gaps = _ranges("missing", missing, whole)
-    some_layers = chosen is not spec.moe_layers and chosen != spec.moe_layers
-    part = part or some_layers
-    status = status or ("partial" if part else "complete")
-    if status not in STATUSES[:-1]:
-        raise InvalidRoutingError(f"status={status!r}: expected one of {', '.join(STATUSES[:-1])}")
-    meta: dict[str, Any] = {"status": status}
-    if token_start:
-        meta["start"] = whole[0]
-    if part:
-        meta["part"] = True
-    if gaps:
-        meta["missing"] = gaps
-    if some_layers:
-        meta["layers"] = chosen
-    if isinstance(weight_version, (str, Integral)):
-        meta["weight"] = _text("weight_version", str(weight_version))
-    elif weight_version is not None:
-        meta["spans"] = _spans(weight_version, whole)
-    if tags:
-        meta["tags"] = _tags(tags)
-    ids = _per_token("token_ids", token_ids, tokens, _INT32)
-    probabilities = _per_token("logprobs", logprobs, tokens, _FLOAT32)
-    if ids is not None:
-        meta["token_ids"] = True
-    if probabilities is not None:
-        meta["logprobs"] = True
+    argument = "request_id"  # that is looked at: whatever its value raises is a fault of the caller's
+    try:
+        spec = dataset.spec
+        dataset.keys.parse(request_id)
+        argument = "layers"
+        chosen = spec.check_layers(layers)
+        argument = "routed_experts"
+        if isinstance(routed_experts, Room):
+            routing, tokens, tokens_first = _NOTHING, _count("num_tokens", routed_experts.num_tokens), True
+        else:
+            routing = _routing(routed_experts, layout, len(chosen), spec)
+            tokens = len(routing)
+            tokens_first = tokens > 1 and len(chosen) > 1 and abs(routing.strides[0]) > abs(routing.strides[1])
+        argument = "token_start"
+        whole = _whole(token_start, tokens)
+        argument = "missing"
+        gaps = _ranges("missing", missing, whole)
+        some_layers = chosen is not spec.moe_layers and chosen != spec.moe_layers
+        argument = "part"
+        part = bool(part) or some_layers
+        argument = "status"
+        meta: dict[str, Any] = {"status": _status(status, part=part)}
+        if token_start:
+            meta["start"] = whole[0]
+        if part:
+            meta["part"] = True
+        if gaps:
+            meta["missing"] = gaps
+        if some_layers:
+            meta["layers"] = chosen
+        argument = "weight_version"
+        if isinstance(weight_version, (str, Integral)):
+            meta["weight"] = _text("weight_version", str(weight_version))
+        elif weight_version is not None:
+            meta["spans"] = _spans(weight_version, whole)
+        argument = "tags"
+        if tags:
+            meta["tags"] = _tags(tags)
+        argument = "token_ids"
+        ids = _per_token("token_ids", token_ids, tokens, _INT32)
+        if ids is not None:
+            meta["token_ids"] = True
+        argument = "logprobs"
+        probabilities = _per_token("logprobs", logprobs, tokens, _FLOAT32)
+        if probabilities is not None:
+            meta["logprobs"] = True
+    except InvalidInputError:
+        raise
+    except Exception as error:
+        raise unreadable(argument, error) from error
     shape = (tokens, len(chosen), spec.top_k)
     return Intake(
         request_id=request_id.encode(),
@@ -180,6 +200,11 @@ def take_in(
             logprobs=probabilities is not None,
         ),
     )
+
+
+def unreadable(argument: str, error: Exception) -> InvalidRoutingError:
+    """For an argument whose value raised something of its own when it was looked at."""
+    return InvalidRoutingError(f"{argument} cannot be read: {reason_of(error)}")
 
 
 @dataclass(slots=True)
@@ -203,42 +228,61 @@ def drop_of(intake: Intake, reason: str) -> Drop:
 def take_drop(
     dataset: DatasetFormat,
     request_id: str,
-    reason: str,
+    reason: str | Exception | None,
     *,
     num_tokens: int,
     token_start: int,
     part: bool,
     weight_version: str | int | None,
 ) -> Drop:
-    """Check the arguments of `RoutingWriter.drop`, which describes them; a long reason is cut.
+    """Check the arguments of `RoutingWriter.drop`, which describes them; every reason is made one that can be stored.
 
     Raises InvalidRequestIdError or InvalidRoutingError.
     """
-    dataset.keys.parse(request_id)
-    encoded = _text("reason", reason).encode()
-    if not encoded:
-        raise InvalidRoutingError("reason='': expected a text that says why")
-    if len(encoded) > MAX_REASON_BYTES:
-        reason = encoded[: MAX_REASON_BYTES - 3].decode(errors="ignore") + "..."
-    tokens = _count("num_tokens", num_tokens)
-    meta: dict[str, Any] = {}
-    if start := _whole(token_start, tokens)[0]:
-        meta["start"] = start
-    if part:
-        meta["part"] = True
-    if weight_version is not None:
-        meta["weight"] = _text("weight_version", str(weight_version))
-    return Drop(request_id.encode(), _meta_bytes({**meta, "status": "dropped", "reason": reason}), tokens, reason)
+    argument = "request_id"
+    try:
+        dataset.keys.parse(request_id)
+        argument = "num_tokens"
+        tokens = _count("num_tokens", num_tokens)
+        meta: dict[str, Any] = {}
+        argument = "token_start"
+        if start := _whole(token_start, tokens)[0]:
+            meta["start"] = start
+        argument = "part"
+        if part:
+            meta["part"] = True
+        argument = "weight_version"
+        if weight_version is not None:
+            meta["weight"] = _text("weight_version", str(weight_version))
+    except InvalidInputError:
+        raise
+    except Exception as error:
+        raise unreadable(argument, error) from error
+    text = reason_of(reason)
+    return Drop(request_id.encode(), _meta_bytes({**meta, "status": "dropped", "reason": text}), tokens, text)
 
 
 def to_array(name: str, value: Any) -> npt.NDArray[Any]:
     """A numpy array of `value`: an array, or a tensor that has `__dlpack__` or `numpy()`, on any device.
 
-    Raises InvalidRoutingError for anything else. Sub-byte and brain floats are refused by name, since some libraries
-    hand them over as integers (Paddle: bfloat16 as uint16).
+    Raises InvalidRoutingError for anything else, for masked values, and for a tensor that does not hand its values over. Sub-byte
+    and brain floats are refused by name, since some libraries hand them over as integers (Paddle: bfloat16 as uint16).
     """
-    if isinstance(value, np.ndarray):
+    if type(value) is np.ndarray:
         return value
+    try:
+        return _handed_over(name, value)
+    except InvalidRoutingError:
+        raise
+    except Exception as error:
+        raise unreadable(name, error) from error
+
+
+def _handed_over(name: str, value: Any) -> npt.NDArray[Any]:
+    if isinstance(value, np.ndarray):
+        if hides_values(value):
+            raise InvalidRoutingError(f"{name} has masked values: fill them, and tell rows without routing by missing=")
+        return np.asarray(value)
     if not hasattr(value, "__dlpack__") and not hasattr(value, "numpy"):
         raise InvalidRoutingError(f"{name} is a {type(value).__name__}: expected a numpy array or a tensor")
     dtype = str(getattr(value, "dtype", ""))
@@ -250,9 +294,7 @@ def to_array(name: str, value: Any) -> npt.NDArray[Any]:
         value = value.detach()
     if hasattr(value, "cpu"):
         value = value.cpu()
-    if hasattr(value, "numpy"):
-        return np.asarray(value.numpy())
-    return np.from_dlpack(value)
+    return _handed_over(name, np.asanyarray(value.numpy())) if hasattr(value, "numpy") else np.from_dlpack(value)
 
 
 def _routing(value: Any, layout: str, layers: int, spec: RoutingSpec) -> npt.NDArray[Any]:
@@ -320,7 +362,17 @@ def _per_token(name: str, value: Any, tokens: int, dtype: np.dtype[Any]) -> npt.
         low, high = int(array.min()), int(array.max())
         if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
             raise InvalidRoutingError(f"{name} holds {low} to {high}: expected what fits {dtype}")
+    if array.dtype == np.float64:  # beyond float32 is infinite, and no news
+        with np.errstate(over="ignore"):
+            return np.ascontiguousarray(array, dtype)
     return np.ascontiguousarray(array, dtype)
+
+
+def _status(status: Any, *, part: bool) -> str:
+    status = status or ("partial" if part else "complete")
+    if status not in STATUSES[:-1]:
+        raise InvalidRoutingError(f"status={status!r}: expected one of {', '.join(STATUSES[:-1])}")
+    return str(status)
 
 
 def _count(name: str, value: Any) -> int:

@@ -14,6 +14,7 @@ MIB = 1 << 20
 ON_FULL = ("block", "drop", "raise")
 FOREVER_S = 1e9  # longer than any wait, and threading takes it, which it does not infinity
 RUN_ID_BYTES = 256  # every row and every slab has it
+MAX_META_BYTES = 1_000_000  # what describes a put, as JSON: so the row of its drop fits a control slab
 COMPRESSIONS = ("none", "lz4", "zstd")
 
 

@@ -61,15 +61,28 @@ class Receipt:
         self._supervisor = supervisor
         self._outcome = outcome  # the batch it is in, or why it was dropped
 
+    def __repr__(self) -> str:
+        outcome = self._outcome
+        if isinstance(outcome, str):
+            state = f"dropped: {outcome}"
+        elif outcome.failure is not None:
+            state = f"set aside: {outcome.failure}"
+        else:
+            state = "durable" if outcome.done else "not yet durable"
+        return f"Receipt({self.ref!r}, {state})"
+
     def durable(self) -> bool:
-        """Whether the record is published; for ever False if it was dropped."""
-        return isinstance(self._outcome, Batch) and self._outcome.done and self._outcome.failure is None
+        """Whether the record is published; for ever False if it was dropped.
+
+        Raises WriterForkedError in a forked child, which does not learn of it, unless it was before the fork.
+        """
+        return not isinstance(self._outcome, str) and self._batch().done and self._batch().failure is None
 
     def wait(self, timeout_s: float = 30.0) -> None:
         """Wait until the record is published.
 
-        Raises FlushTimeoutError, RecordDroppedError with the reason, WorkerError when no worker is left, or WriterError
-        when the record lies in the spool for longer than tombstones live and was set aside there.
+        Raises FlushTimeoutError, RecordDroppedError with the reason, WorkerError when no worker is left, WriterForkedError, or
+        WriterError when the record lies in the spool for longer than tombstones live and was set aside there.
         """
         batch = self._batch()
         self._supervisor.wait([batch], check_seconds("timeout_s", timeout_s))
@@ -92,6 +105,8 @@ class Receipt:
     def _batch(self) -> Batch:
         if isinstance(self._outcome, str):
             raise RecordDroppedError(f"record {self.ref} was dropped: {self._outcome}")
+        if not self._outcome.done:
+            self._supervisor.check_process()
         return self._outcome
 
 

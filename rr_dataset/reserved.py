@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rr_dataset.errors import WriterError
+from rr_dataset.errors import WriterError, WriterForkedError
 from rr_dataset.feed import SPOOL_FULL, Feed
-from rr_dataset.intake import Intake
+from rr_dataset.intake import Intake, unreadable
 from rr_dataset.receipt import Receipt
 from rr_dataset.record import Range, Span
 from rr_dataset.slab import Reservation
 
 
 class ReservedRecord:
-    """Room for one record in the spool: a context manager, for one thread and one use; see `RoutingWriter.reserve`.
+    """Room for one record in the spool: a context manager, for one thread and one `with`; see `RoutingWriter.reserve`.
 
     experts: [tokens, layers, top_k] of the stored dtype, C order, not zeroed; only inside the `with`.
     dropped: why nothing will be stored, or None; `experts` is then memory that nobody reads.
@@ -26,7 +26,7 @@ class ReservedRecord:
     """
 
     __slots__ = (
-        *("_describe", "_feed", "_given", "_intake", "_receipt", "_reservation"),
+        *("_describe", "_entered", "_feed", "_given", "_intake", "_receipt", "_reservation"),
         *("dropped", "experts", "missing", "status", "tags", "weight_version"),
     )
 
@@ -42,12 +42,13 @@ class ReservedRecord:
     ) -> None:
         """Raises InvalidRequestIdError or InvalidRoutingError."""
         self.status, self.tags = status, tags
-        self.missing = _kept(missing)
-        self.weight_version = weight_version if isinstance(weight_version, str) else _kept(weight_version)
+        self.missing = _kept("missing", missing)
+        self.weight_version = _kept("weight_version", weight_version)
         self.dropped: str | None = None
         self._feed, self._describe = feed, describe
         self._given = self._said()
         self._intake = describe(**self._given)
+        self._entered = False
         self._reservation: Reservation | None = None
         self._receipt: Receipt | None = None
         self.experts: npt.NDArray[Any]
@@ -60,8 +61,14 @@ class ReservedRecord:
         return self._receipt
 
     def __enter__(self) -> ReservedRecord:
-        """Raises RecordTooLargeError, WriterClosedError, and SpoolFullError under on_full="raise"."""
+        """Raises RecordTooLargeError, WriterClosedError, WriterForkedError, SpoolFullError under on_full="raise", and WriterError
+        where it was entered before.
+        """
+        self._feed.check_process()
+        if self._entered:
+            raise WriterError("this reservation was entered before: it is for one `with`; call reserve again")
         self._reservation = self._feed.room(self._intake)
+        self._entered = True
         if self._reservation is None:
             self.dropped = SPOOL_FULL
             self.experts = self._intake.experts_in(self._feed.spare(self._intake.payload_bytes))
@@ -73,8 +80,16 @@ class ReservedRecord:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Raises InvalidRoutingError for an id out of range; nothing is stored then."""
+        """Raises InvalidRoutingError for an id out of range, and WriterForkedError in a child that was forked inside the `with`,
+        where the record stays the parent's; nothing is stored then.
+        """
         del self.experts
+        try:
+            self._feed.check_process()
+        except WriterForkedError:
+            if kind is None:
+                raise
+            return
         reservation, self._reservation = self._reservation, None
         if reservation is None:
             if kind is None:
@@ -88,7 +103,7 @@ class ReservedRecord:
 
     def _store(self, reservation: Reservation) -> Receipt:
         intake, said = self._intake, self._said()
-        if any(said[name] is not value for name, value in self._given.items()):
+        if self.tags is not None or any(said[name] is not value for name, value in self._given.items()):
             intake = self._describe(**said)
         intake.check(reservation.payload)
         if intake.meta == self._intake.meta:
@@ -109,6 +124,11 @@ class ReservedRecord:
         }
 
 
-def _kept(value: Any) -> Any:
-    """Several things as a tuple: a list that is changed later would not be seen to be another."""
-    return tuple(value) if isinstance(value, Iterable) else value
+def _kept(name: str, value: Any) -> Any:
+    """Several things as tuples: a list that is changed later would not be seen to be another."""
+    try:
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            return value
+        return tuple(tuple(each) if isinstance(each, Iterable) and not isinstance(each, str) else each for each in value)
+    except Exception as error:
+        raise unreadable(name, error) from error

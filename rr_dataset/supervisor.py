@@ -99,6 +99,7 @@ class Supervisor:
         self.gone: errors.WriterError | None = None  # no worker any more, and none will come
         self.on_done: Callable[[Sequence[Batch]], None] = lambda _: None
         self._spool, self._options, self._start = spool, options, {**start, "format": None}
+        self._pid = os.getpid()
         self._failures = 0
         self._launched_s = 0.0
         self._trouble: errors.RoutingDatasetError | None = None  # of the worker itself, until its next publication
@@ -175,6 +176,11 @@ class Supervisor:
                     f"{self._options.start_timeout_s}: {self._last_words()}"
                 )
 
+    def check_process(self) -> None:
+        """Raise WriterForkedError in a forked child of the process that opened the writer."""
+        if os.getpid() != self._pid:
+            raise errors.WriterForkedError("this writer belongs to the parent process; open one after the fork")
+
     def wake(self) -> None:
         """Have the thread look at the spool. Any thread, also with the spool's lock held or after `stop`."""
         with self._spool.changed, suppress(BlockingIOError):
@@ -249,7 +255,7 @@ class Supervisor:
     def forget(self) -> None:
         """In a forked child: give up the parent's channel, which would outlive the parent here."""
         self._spool.changed = threading.Condition()  # a thread that is not in this process may hold the old one
-        self.gone = errors.WriterForkedError("this writer belongs to the parent process; ask there")
+        self.gone = errors.WriterForkedError("this writer belongs to the parent process; open one after the fork")
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:

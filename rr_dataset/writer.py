@@ -25,9 +25,11 @@ from rr_dataset.errors import (
     WriterClosedError,
     WriterError,
     WriterForkedError,
+    reason_of,
 )
 from rr_dataset.feed import Feed
 from rr_dataset.intake import Intake, Room, take_drop, take_in
+from rr_dataset.items import Ended, as_ours, shown_id, to_the_end
 from rr_dataset.layout import DatasetFormat
 from rr_dataset.options import WriterOptions, check_seconds
 from rr_dataset.receipt import FlushReport, Receipt, WriterStats
@@ -206,27 +208,30 @@ class RoutingWriter:
         items: the arguments of `put`, each as a mapping by name or a sequence in their order.
 
         Raises PutManyError, after all others are stored, for items that `put` would have raised for; it names them, and has
-        the receipts of the others. Raises WriterClosedError or WriterForkedError before anything is stored.
+        the receipts of the others. Where `items` itself raises, what came before is stored, and that counts as one more item.
+        Raises InvalidInputError for what is no iterable, WriterClosedError or WriterForkedError before anything is stored.
         """
         self._check_usable()
         receipts: list[Receipt | None] = []
         errors: dict[int, RoutingDatasetError] = {}
         named: list[str] = []
-        for number, item in enumerate(items):
+        for number, item in enumerate(to_the_end(items)):
             try:
                 receipts.append(self._put_item(item))
-            except RoutingDatasetError as error:
-                errors[number] = error
-                named.append(f"item {number} ({_id_of(item)!r}): {error}")
+            except Exception as error:  # noqa: BLE001 - whatever an item is, the others are stored
+                errors[number] = as_ours(error)
+                named.append(f"item {number} ({shown_id(item)}): {reason_of(error)}")
                 receipts.append(None)
         if errors:
             text = "; ".join(named[:SHOWN_ERRORS]) + ("; ..." if len(named) > SHOWN_ERRORS else "")
             raise PutManyError(
                 f"{len(errors)} of {len(receipts)} records were not stored, the others were: {text}", errors, receipts
-            )
+            ) from next(iter(errors.values())).__cause__
         return [receipt for receipt in receipts if receipt is not None]
 
     def _put_item(self, item: Any) -> Receipt:
+        if isinstance(item, Ended):
+            raise InvalidInputError(f"the items ended with {reason_of(item.error)}") from item.error
         if isinstance(item, Mapping):
             if set(REQUIRED) <= item.keys() <= PUT_ARGUMENTS.keys():
                 return self.put(**item)
@@ -264,7 +269,8 @@ class RoutingWriter:
         `missing`, `weight_version` and `tags` of the object may be set until the end: then the record is copied once within
         the spool, so give `reserve` what is known. When the `with` ends, the ids are checked and the record is stored as
         `put` would have. An exception inside it stores nothing and goes on. Be quick: what was put around it is not published
-        meanwhile.
+        meanwhile. It is for one `with`, and for this process: a child that is forked inside leaves `experts` alone, and its end of
+        the `with` stores nothing and raises WriterForkedError.
 
         The arguments are those of `put`. Raises InvalidRequestIdError, InvalidRoutingError, WriterClosedError or WriterForkedError;
         the `with` raises RecordTooLargeError, and SpoolFullError under on_full="raise", when it begins, and InvalidRoutingError for
@@ -294,7 +300,7 @@ class RoutingWriter:
     def drop(
         self,
         request_id: str,
-        reason: str,
+        reason: str | Exception | None,
         num_tokens: int = 0,
         token_start: int = 0,
         part: bool = False,
@@ -302,7 +308,8 @@ class RoutingWriter:
     ) -> Receipt:
         """Leave a row that says why a record will never be there: `wait_for` on its id then returns at once, and tells.
 
-        reason: a text for people; beyond 1,000 bytes it is cut. `stats` and FlushReport count by it, so keep ids out of it.
+        reason: a text for people, or an error. Nothing is refused: beyond 1,000 bytes it is cut, lone surrogates are escaped, and
+            nothing at all reads "no reason given". `stats` and FlushReport count by it, so keep ids out of it.
         num_tokens: how many tokens the record had, as far as is known. part: whether earlier puts of this id stay; the drop of a
             whole put replaces them, as the put would have.
 
@@ -465,12 +472,6 @@ class RoutingWriter:
 
 PUT_ARGUMENTS = dict.fromkeys(list(inspect.signature(RoutingWriter.put).parameters)[1:])  # in order
 REQUIRED = tuple(PUT_ARGUMENTS)[:2]
-
-
-def _id_of(item: Any) -> Any:
-    if isinstance(item, Mapping):
-        return item.get("request_id")
-    return item[0] if isinstance(item, (tuple, list)) and item else None
 
 
 _open_writers: set[RoutingWriter] = set()

@@ -178,6 +178,28 @@ def test_wrong_arguments_are_refused_before_there_is_room(writer: RoutingWriter,
     assert writer.stats().spool_used_bytes == used
 
 
+def test_a_reservation_is_entered_once(writer: RoutingWriter, dataset: Any, key: str) -> None:
+    record = writer.reserve(key, 20)
+    with record:
+        record.experts[:] = tlk(6)
+        with pytest.raises(rr.WriterError, match="entered before"):
+            record.__enter__()
+    with pytest.raises(rr.WriterError, match="entered before"), record:
+        raise AssertionError("there is no room")
+    writer.flush(5)
+    np.testing.assert_array_equal(dataset.get(key).routed_experts, experts(6))
+
+
+def test_what_is_changed_in_place_is_seen_too(writer: RoutingWriter, dataset: Any, key: str) -> None:
+    gaps: Any = [[0, 1]]
+    with writer.reserve(key, 20, tags={"a": "b"}, missing=gaps) as record:
+        record.experts[:] = tlk(6)
+        record.tags["a"] = "c"  # type: ignore[index]
+        gaps[0][1] = 30
+    writer.flush()
+    assert (dataset.get(key).tags, dataset.get(key).missing) == ({"a": "c"}, ((0, 1),))
+
+
 def test_too_large_says_so_when_it_begins(writer: RoutingWriter, key: str) -> None:
     with pytest.raises(rr.RecordTooLargeError, match="put it in parts"), writer.reserve(key, 1_000_000):
         raise AssertionError("there is no room")

@@ -13,11 +13,32 @@ import numpy as np
 import pytest
 
 import rr_dataset as rr
+from rr_dataset.errors import MAX_REASON_BYTES, NO_REASON
 from rr_dataset.feed import MAX_REASONS, OTHER_REASONS
 from rr_dataset.writer import RoutingWriter
 from tests.engines import BIG, SPEC, experts, options, stopped
 
 _names = count()
+
+
+class Mute:
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+    __repr__ = __str__
+
+
+class NoKeys(dict[str, Any]):
+    def keys(self) -> Any:
+        raise ZeroDivisionError
+
+    def get(self, *_: Any) -> Any:
+        raise ZeroDivisionError
+
+
+class NoNumbers:
+    def numpy(self) -> Any:
+        raise ZeroDivisionError
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +112,80 @@ def test_bad_items_are_named_and_lose_no_other(writer: RoutingWriter, dataset: A
     assert sorted(dataset.ids(name)) == [f"{name}:0", f"{name}:7"]
 
 
+def masked(seed: int) -> Any:
+    rows = np.ma.masked_array(experts(seed), mask=np.zeros((4, 20, 2), bool))
+    rows[1] = np.ma.masked
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        *(("routed_experts", value) for value in (NoNumbers(), masked(1))),
+        *(("token_ids", value) for value in ([1, [2], 3], NoNumbers(), np.ma.masked_less(np.arange(20), 3))),
+        *(("logprobs", value) for value in ([[1], 2, 3], ["a"] * 20, np.ma.masked_less(np.arange(20.0), 3))),
+        *(("weight_version", value) for value in (10**5000, [(0, 1, Mute())], Mute(), np.zeros((2, 3)))),
+        *((name, np.zeros(2)) for name in ("status", "part", "layout", "tags", "token_start", "layers", "missing")),
+        *((name, (1 / 0 for _ in range(1))) for name in ("missing", "layers", "weight_version")),
+        *((name, Mute()) for name in ("status", "layout", "tags", "token_start", "layers", "missing")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_whatever_a_value_raises_is_a_fault_of_its_argument(
+    writer: RoutingWriter, dataset: Any, name: str, argument: str, value: Any
+) -> None:
+    good = {"routed_experts": experts(1), "layout": "LTK"}
+    items = [{"request_id": f"{name}:{i}", **good, **({argument: value} if i == 1 else {})} for i in range(3)]
+    with pytest.raises(rr.PutManyError, match="1 of 3 records were not stored") as caught:
+        writer.put_many(items)
+    error = caught.value.errors[1]
+    assert isinstance(error, rr.InvalidRoutingError)
+    assert argument in str(error) or argument == "layout"
+    assert writer.flush().records == 2
+    assert sorted(dataset.ids(name)) == [f"{name}:0", f"{name}:2"]
+
+
+def test_a_masked_array_that_masks_nothing_is_an_array(writer: RoutingWriter, dataset: Any, name: str) -> None:
+    writer.put(f"{name}:0", np.ma.masked_array(experts(1)), "LTK")
+    writer.flush()
+    np.testing.assert_array_equal(dataset.get(f"{name}:0").routed_experts, experts(1))
+
+
+def test_tensors_that_do_not_hand_over_their_values(writer: RoutingWriter, name: str) -> None:
+    torch = pytest.importorskip("torch")
+    shape = (20, 4, 2)
+    for value in (
+        torch.empty(shape, dtype=torch.int64, device="meta"),
+        torch.zeros(shape, dtype=torch.int64).to_sparse(),
+    ):
+        with pytest.raises(rr.InvalidRoutingError, match="routed_experts cannot be read: "):
+            writer.put(f"{name}:0", value)
+
+
+@pytest.mark.parametrize("item", [NoKeys(a=1), {("a",): 1}, [Mute()], [Mute(), Mute()], {"request_id": Mute()}, Mute()])
+def test_items_that_cannot_be_read(writer: RoutingWriter, dataset: Any, name: str, item: Any) -> None:
+    with pytest.raises(rr.PutManyError, match="1 of 2 records were not stored") as caught:
+        writer.put_many([item, (f"{name}:1", experts(1), "LTK")])
+    assert isinstance(caught.value.errors[0], rr.InvalidInputError)
+    writer.flush()
+    assert list(dataset.ids(name)) == [f"{name}:1"]
+
+
+def test_items_that_end_with_an_error_keep_the_receipts_of_what_came_before(writer: RoutingWriter, name: str) -> None:
+    def items() -> Iterator[Any]:
+        yield (f"{name}:0", experts(1), "LTK")
+        raise KeyError("x")
+
+    with pytest.raises(rr.PutManyError, match="item 1 .*: the items ended with KeyError: 'x'") as caught:
+        writer.put_many(items())
+    assert isinstance(caught.value.__cause__, KeyError)
+    first, second = caught.value.receipts
+    assert second is None
+    first.wait()
+    with pytest.raises(rr.InvalidInputError, match="items is a int"):
+        writer.put_many(5)  # type: ignore[arg-type]
+
+
 def test_a_full_spool_drops_by_item(writer: RoutingWriter, dataset: Any, name: str) -> None:
     with stopped(writer.stats().worker_pid):
         receipts = writer.put_many((f"{name}:{i}", experts(i, BIG), "LTK") for i in range(16))
@@ -124,6 +219,7 @@ def test_a_dropped_record_says_why_to_everybody(
     assert logged.getMessage().startswith(f"record '{key}' was dropped: aborted by the client. ")
     with pytest.raises(rr.RecordDroppedError, match="aborted by the client"):
         receipts[0].wait()
+    assert repr(receipts[0]) == f"Receipt({receipts[0].ref!r}, dropped: aborted by the client)"
     assert writer.stats().dropped["aborted by the client"] == 2
     report = writer.flush()
     assert (report.records, report.dropped) == (0, {"aborted by the client": 2})
@@ -172,16 +268,41 @@ def test_reasons_are_bounded(base: Path, tmp_path: Path, dataset: Any, name: str
 def test_wrong_drops_are_refused(writer: RoutingWriter, name: str) -> None:
     with pytest.raises(rr.InvalidRequestIdError):
         writer.drop("chatcmpl-x", "lost")
-    for reason, more, match in [
-        ("", {}, "reason=''"),
-        (None, {}, "reason has None"),
-        ("x\ud800", {}, "well-formed"),
-        ("x", {"num_tokens": -1}, "num_tokens=-1"),
-        ("x", {"token_start": 1 << 31}, "token_start="),
-    ]:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"num_tokens": -1}, "num_tokens=-1"),
+        ({"token_start": 1 << 31}, "token_start="),
+        ({"weight_version": 10**5000}, "weight_version cannot be read: ValueError"),
+        ({"part": np.ones(2)}, "part cannot be read"),
+    ]
+    for more, match in wrong:
         with pytest.raises(rr.InvalidRoutingError, match=match):
-            writer.drop(f"{name}:1", reason, **more)  # type: ignore[arg-type]
+            writer.drop(f"{name}:1", "x", **more)
     assert writer.flush().dropped == {}
+
+
+@pytest.mark.parametrize(
+    ("reason", "stored"),
+    [
+        ("", NO_REASON),
+        (" \n", NO_REASON),
+        (None, NO_REASON),
+        (7, "7"),
+        ("x\ud800y", "x\\ud800y"),
+        (AssertionError(), "AssertionError"),
+        (KeyError("x"), "KeyError: 'x'"),
+        (rr.InvalidRoutingError("no"), "no"),
+        (Mute(), "a Mute that has no text"),
+        ("\ud800" * 5000, None),
+    ],
+)
+def test_every_reason_leaves_a_row(writer: RoutingWriter, dataset: Any, name: str, reason: Any, stored: Any) -> None:
+    writer.drop(f"{name}:1", reason)
+    (counted,) = writer.flush().dropped
+    (head,) = dataset.heads([f"{name}:1"])
+    assert head.status == "dropped"
+    assert head.reason == counted
+    assert stored is None or head.reason == stored
+    assert len(head.reason.encode()) <= MAX_REASON_BYTES
 
 
 def test_drops_beyond_the_room_for_rows_are_counted_without(base: Path, tmp_path: Path, name: str) -> None:
