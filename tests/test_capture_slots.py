@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -18,8 +19,10 @@ from hypothesis import strategies as st
 
 import rr_dataset as rr
 from rr_dataset.capture import SlotTable, StepCapturer
+from rr_dataset.capture.slots import _HEADER, _Shape
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError, SpoolUnavailableError
 
+ROOT = Path(__file__).parents[1]
 BLOCK = 4
 BLOCKS = 8
 
@@ -321,3 +324,104 @@ def test_what_is_no_table_is_not_attached(tmp_path: Path, table: SlotTable) -> N
     table.path.with_name(table.path.name.replace("-t", "-cut")).write_bytes(table.path.read_bytes()[:5000])
     with pytest.raises(InvalidInputError, match="no table of version 0"):
         SlotTable.attach("cut", directory=tmp_path)
+
+
+CREATE = """
+import os, signal, sys, time
+from rr_dataset.capture import SlotTable
+table = SlotTable.create("t", 8, 4, 3, 2, directory=sys.argv[1])
+child = os.fork() if sys.argv[2:] else None
+if child == 0:
+    time.sleep(60)
+print(child, flush=True)
+time.sleep(60)
+"""
+
+
+def created(directory: Path, *how: str) -> tuple[subprocess.Popen[str], str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CREATE, str(directory), *how], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def test_a_table_stays_that_of_its_name_while_any_of_its_processes_lives(tmp_path: Path) -> None:
+    """A worker that made it is killed and starts again under an engine that has attached."""
+    worker, _ = created(tmp_path)
+    with worker:
+        engine = SlotTable.attach("t", directory=tmp_path)
+        worker.kill()
+    write(engine, [1], 0, rows(0, 4))
+    with pytest.raises(InvalidInputError, match="the table of a running process"):
+        SlotTable.create("t", 8, BLOCK, 3, 2, directory=tmp_path)
+    again = SlotTable.attach("t", directory=tmp_path)
+    write(again, [2], 0, rows(1, 4))
+    assert (engine.gather([1, 2], 0, 8).rows == np.concatenate([rows(0, 4), rows(1, 4)])).all()
+    engine.close()
+    assert again.path.exists()
+    again.close()
+    assert not again.path.exists(), "the last one removes it"
+
+
+def test_the_forked_child_of_a_killed_engine_does_not_keep_its_table(tmp_path: Path) -> None:
+    engine, child = created(tmp_path, "fork")
+    try:
+        with engine:
+            engine.kill()
+        SlotTable.create("t", 8, BLOCK, 3, 2, directory=tmp_path).close()
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"item_bytes": 0}, {"item_bytes": 3}, {"item_bytes": 16}, {"block_size": 0}, {"layers": 0}, {"blocks": 0}, {"top_k": 0},
+        {"blocks": 2**63}, {"magic": b"foreign!"}, {"version": 9},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_foreign_header_is_refused(tmp_path: Path, header: dict[str, Any]) -> None:
+    said = {
+        "magic": b"rr-slots", "version": 0, "item_bytes": 1, "blocks": 3, "block_size": 4, "layers": 2, "top_k": 2, **header,
+    }  # fmt: skip
+    shape = _Shape(said["blocks"], said["block_size"], said["layers"], said["top_k"], said["item_bytes"])
+    path = tmp_path / f"rr_slots-{os.getuid()}-t"
+    with path.open("wb") as file:
+        file.write(_HEADER.pack(*said.values()))
+        file.truncate(min(shape.offsets()[-1], 1 << 20))
+    with pytest.raises(InvalidInputError, match="is no table of version 0"):
+        SlotTable.attach("t", directory=tmp_path)
+
+
+def test_what_is_no_file_is_no_table(tmp_path: Path) -> None:
+    for kind in ("fifo", "folder", "link"):
+        path = tmp_path / f"rr_slots-{os.getuid()}-{kind}"
+        {"fifo": os.mkfifo, "folder": os.mkdir, "link": lambda at: at.symlink_to("/etc/hostname")}[kind](path)
+        with pytest.raises(InvalidInputError, match=str(path)):
+            SlotTable.attach(kind, directory=tmp_path)
+
+
+def test_where_no_table_can_be(tmp_path: Path) -> None:
+    for directory, blocks in ((tmp_path / "none", 2), (tmp_path, 10**14)):
+        with pytest.raises(SpoolUnavailableError, match="give directory= with more room"):
+            SlotTable.create("t", blocks, 10**6, 100, 100, directory=directory)
+    for name in (5, None, b"t"):
+        with pytest.raises(InvalidInputError, match="name="):
+            SlotTable.create(name, 2, BLOCK, 3, 2, directory=tmp_path)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "blocks", [[7.0, 1.0], ["1"], [[1, 2], [3, 4]], 1, None, [True], [[1], [2, 3]], np.array([1.5])], ids=str
+)
+def test_blocks_are_one_row_of_whole_numbers(table: SlotTable, blocks: Any) -> None:
+    for call in (table.recycle, lambda given: table.gather(given, 0, 4), lambda given: table.move(given, table, [0])):
+        with pytest.raises(InvalidRoutingError, match="blocks"):
+            call(blocks)
+
+
+def test_rows_are_as_many_as_their_slots(table: SlotTable) -> None:
+    with pytest.raises(InvalidRoutingError, match="1 rows for 2 slots"):
+        table.scatter(np.array([0, 1]), rows(0, 1), table.marks(np.array([0, 1])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -322,3 +323,144 @@ def test_the_watcher_recycles_what_a_request_feeds_first(table: SlotTable) -> No
     assert padded.tolist() == [20, -1, -1]
     with pytest.raises(InvalidRoutingError, match=r"rows 3 to 3, up to column 1, of a block table of \(3, 4\)"):
         watcher.slots(blocks, np.array([3]), np.array([4]))
+
+
+# --- rows that are not of this step
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["seen before", "only a dummy run before"])
+@pytest.mark.parametrize("fault", ["nothing", "every record", "suspended"])
+def test_a_step_that_recorded_nothing_has_no_rows_of_another(
+    capturer: StepCapturer, table: SlotTable, tensor: Callable[[Any], Any], fault: str, first: bool
+) -> None:
+    record(capturer, tensor(rows(0, 8)))
+    capturer.skip() if first else capturer.prepare(slots([1, 2], 0, 8))
+    if fault == "every record":
+        for layer in SPEC.moe_layers:
+            with pytest.raises(InvalidRoutingError, match="topk_ids has shape"):
+                capturer.record(layer, tensor(rows(1, 4)[:, 0, :1]))
+    elif fault == "suspended":
+        capturer.suspended = True
+        record(capturer, tensor(rows(1, 4)))
+        capturer.suspended = False
+    capturer.prepare(slots([3], 0, 4))
+    with pytest.raises(InvalidRoutingError, match="4 rows of a step are missing: not every layer wrote them"):
+        capturer.flush()
+    assert table.gather([3], 0, 4).missing == ((0, 4),)
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [[4, 5, 99], np.array([4.0, 5.0]), [4, 5, 1 << 40], ["4", "5"]],
+    ids=["out of range", "floats", "far out of range", "texts"],
+)
+def test_a_refused_step_leaves_no_older_rows(capturer: StepCapturer, table: SlotTable, refused: Any) -> None:
+    """A draft was rejected, so these slots are fed again."""
+    record(capturer, rows(0, 8))
+    capturer.prepare(slots([0, 1], 0, 8))
+    record(capturer, rows(1, len(refused)))
+    with pytest.raises(InvalidRoutingError):
+        capturer.prepare(refused)
+    capturer.flush()
+    assert table.gather([0, 1], 0, 8).missing == ((4, 6),)
+
+
+def test_slots_of_a_device_out_of_range_leave_no_older_rows(
+    capturer: StepCapturer, table: SlotTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(capturer, rows(0, 8))
+    capturer.prepare(slots([0, 1], 0, 8))
+    monkeypatch.setattr("rr_dataset.capture.capturer.on_host", lambda value: False)
+    monkeypatch.setattr("rr_dataset.capture.capturer.send", lambda value: lambda: value)
+    record(capturer, rows(1, 3))
+    capturer.prepare(np.array([4, 99, 5]))
+    record(capturer, rows(2, 1))
+    capturer.prepare(np.array([8]))
+    with pytest.raises(InvalidRoutingError, match="1 slots of a step over 31"):
+        capturer.flush()
+    assert table.gather([0, 1, 2], 0, 9).missing == ((4, 6),), "the step after it is written"
+
+
+def test_positions_that_do_not_fit_leave_no_older_rows(table: SlotTable) -> None:
+    capturer = StepCapturer(table, SPEC, 32, debug=True)
+    record(capturer, rows(0, 4))
+    capturer.prepare(slots([0], 0, 4), np.arange(4))
+    for positions in (None, np.arange(1)):
+        record(capturer, rows(0, 2))
+        with pytest.raises(InvalidInputError, match="one for each token"):
+            capturer.prepare(slots([0], 2, 4), positions)
+        capturer.flush()
+        assert table.gather([0], 0, 4).missing == ((2, 4),)
+
+
+@pytest.mark.parametrize("goes", [((4, 8),), ((0, 3), (4, 8)), ((4, 8), (0, 4)), ((0, 4), (2, 8))], ids=str)
+def test_goes_are_of_the_rows_they_name(
+    capturer: StepCapturer, table: SlotTable, goes: tuple[tuple[int, int], ...]
+) -> None:
+    given, there = rows(0, 8), set()
+    record(capturer, rows(1, 8))
+    capturer.prepare(slots([1, 2], 0, 8))
+    for start, stop in goes:
+        record(capturer, given[start:stop], start=start)
+        there |= set(range(start, stop))
+    with contextlib.suppress(InvalidRoutingError):
+        capturer.prepare(slots([1, 2], 0, 8))
+    with contextlib.suppress(InvalidRoutingError):
+        capturer.flush()
+    found = table.gather([1, 2], 0, 8)
+    known = [p for p in range(8) if not any(a <= p < b for a, b in found.missing)]
+    assert set(known) == there
+    assert (found.rows[known] == given[known]).all()
+
+
+def test_a_go_before_the_first_row_is_refused(capturer: StepCapturer) -> None:
+    with pytest.raises(InvalidRoutingError, match="start=-1"):
+        capturer.record(3, rows(0, 2)[:, 0], start=-1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bool", "complex64", "U3", "O", "datetime64[s]"])
+def test_what_is_no_whole_number_is_no_expert(capturer: StepCapturer, dtype: str) -> None:
+    with pytest.raises(InvalidRoutingError, match="layer 3: topk_ids has dtype"):
+        capturer.record(3, rows(0, 2)[:, 0].astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bool", "bfloat16"])
+@pytest.mark.parametrize("framework", ["torch", "paddle"])
+def test_what_is_no_whole_number_of_a_framework_is_no_expert(
+    capturer: StepCapturer, framework: str, dtype: str
+) -> None:
+    module = pytest.importorskip(framework)
+    with pytest.raises(InvalidRoutingError, match=f"layer 3: topk_ids has dtype {framework}.{dtype}"):
+        capturer.record(3, module.ones([2, 2], dtype=getattr(module, dtype)))
+    with pytest.raises(InvalidRoutingError, match="topk_ids has dtype"):
+        capturer.record(3, np.ma.masked_array(rows(0, 2)[:, 0], mask=True))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", ">i4"])
+@pytest.mark.parametrize("num_experts", [200, 256, 60_000])
+def test_ids_of_no_expert_are_missing_and_never_wrap(
+    tmp_path: Path, tensor: Callable[[Any], Any], dtype: str, num_experts: int
+) -> None:
+    """Each of them alone in a row, and beside it a row with the greatest expert's id that fits."""
+    spec, kind = rr.RoutingSpec((3, 4, 7), num_experts, 2), np.iinfo(dtype)
+    wrong = [-1, num_experts, 255 + 1, 65_536, 65_541, 70_000, 1 << 31, 1 << 32, (1 << 32) + 5, kind.min, kind.max]
+    wrong = sorted({one for one in wrong if kind.min <= one <= kind.max and not 0 <= one < num_experts})
+    given = np.full((2 * len(wrong) + 1, 3, 2), min(num_experts - 1, kind.max), dtype)
+    given[:, :, 0] = 0
+    given[1::2, 1, 1] = wrong
+    try:
+        ids = [tensor(np.ascontiguousarray(given[:, i])) for i in range(3)]
+    except (TypeError, ValueError):
+        pytest.skip("the framework has no such dtype")
+    if "float" in str(ids[0].dtype) or "complex" in str(ids[0].dtype):
+        pytest.skip("the framework has no such dtype")
+    with SlotTable.create("t", BLOCKS, BLOCK, 3, 2, spec.dtype, directory=tmp_path) as table:
+        capturer = StepCapturer(table, spec, 32)
+        for layer, each in zip(spec.moe_layers, ids, strict=True):
+            capturer.record(layer, each)
+        capturer.prepare(np.arange(len(given)))
+        with pytest.raises(InvalidRoutingError, match=f"{len(wrong)} rows") if wrong else contextlib.nullcontext():
+            capturer.flush()
+        found = table.gather(range(BLOCKS), 0, len(given))
+        assert found.missing == tuple((i, i + 1) for i in range(1, len(given), 2))
+        assert (found.rows[::2] == given[::2]).all()

@@ -2,8 +2,9 @@
 
 Who does what to a table, each of them possibly another process:
 
-1. The engine creates it, the others attach by name. Its creator removes the file at `close`; what a killed one left
-   is swept by the next that creates any.
+1. The engine creates it, the others attach by name. All hold a shared lock on it, so it stays the table of its name while any of
+   them lives: one that was killed and starts again attaches to it. The last to `close` removes the file; what killed ones
+   left is swept by the next that creates any.
 2. The allocator calls `recycle` when blocks get new content. A block's generation is then another one.
 3. At the launch of a step the capturer takes `marks` of the step's slots: the generations of their blocks, and the weights.
 4. When the step's rows have arrived it calls `scatter`, which writes them with those marks. A row that comes late into
@@ -15,11 +16,10 @@ A prefix hit does not recycle, so a request finds the rows of the one that fille
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
-import re
 import secrets
+import stat
 import struct
 import time
 from collections.abc import Sequence
@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rr_dataset.capture import table_file as files
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError, SpoolUnavailableError
 from rr_dataset.record import DTYPES, Range, Span
 
@@ -46,9 +47,6 @@ _EPOCH_AT = 64  # uint32: how often the weights were changed
 _VERSIONS_AT = mmap.PAGESIZE
 _VERSIONS = 256  # that rows can still name; older ones read as unknown
 _VERSION_BYTES = 128  # each with its length in the first byte
-_NEW = ".new"  # ends the name of a table that is being made
-_MAKING_S = 60.0  # far longer than that takes
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _EPOCH = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 
@@ -107,16 +105,21 @@ class SlotTable:
     scattered by one process at a time. Beside those any number may gather.
     """
 
-    def __init__(self, path: Path, fd: int, shape: _Shape, *, owner: bool, prefault: bool) -> None:
+    def __init__(self, path: Path, fd: int, shape: _Shape, *, prefault: bool) -> None:
         """Map an open file; use `create` or `attach`."""
-        self.path, self._fd = path, fd
-        self._owner = os.getpid() if owner else None  # a forked child does not remove it
+        self.path, self._fd, self._pid = path, fd, os.getpid()  # a forked child has no lock
         self.num_blocks, self.block_size = shape.blocks, shape.block_size
         self.num_slots = shape.blocks * shape.block_size
         self.dtype = np.dtype(f"u{shape.item_bytes}")
         generations, marks, rows, size = shape.offsets()
         populate = getattr(mmap, "MAP_POPULATE", 0) if prefault else 0
-        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED | populate)
+        mapped = os.open(
+            f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC
+        )  # a mapping keeps its own copy, which must not have the lock
+        try:
+            self._map = mmap.mmap(mapped, size, mmap.MAP_SHARED | populate)
+        finally:
+            os.close(mapped)
         memory = memoryview(self._map)
         self._head = np.frombuffer(memory, np.uint8, generations)
         self._epoch = np.frombuffer(memory, np.uint32, 1, _EPOCH_AT)
@@ -146,7 +149,7 @@ class SlotTable:
 
         prefault: touch all of it now, so that no step pays for it.
 
-        Raises InvalidInputError, also when a live process has a table of that name, and SpoolUnavailableError without room.
+        Raises InvalidInputError, also when a live process has a table of that name, and SpoolUnavailableError without room or folder.
         """
         whole = {"num_blocks": num_blocks, "block_size": block_size, "layers": layers, "top_k": top_k}
         for what, value in whole.items():
@@ -154,33 +157,36 @@ class SlotTable:
                 raise InvalidInputError(f"{what}={value!r}: expected a whole number over 0")
         if dtype not in DTYPES:
             raise InvalidInputError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
-        path = _path(name, directory)
-        _sweep(path)
+        path = files.path_of(name, directory)
+        files.sweep(path)
         shape = _Shape(num_blocks, block_size, layers, top_k, np.dtype(dtype).itemsize)
         size = shape.offsets()[-1]
-        new = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_NEW}")
-        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        new = path.with_name(f"{path.name}.{secrets.token_hex(8)}{files.NEW}")
+        fd = -1
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            fd = files.make(new)
             os.posix_fallocate(fd, 0, size)  # before mapping: a touched page of a full tmpfs is a bus error
-            table = cls(path, fd, shape, owner=True, prefault=prefault)
+            table = cls(path, fd, shape, prefault=prefault)
             table._generations[:] = 1  # never 0, which the marks of slots without a row have
             header = _HEADER.pack(_MAGIC, _VERSION, shape.item_bytes, num_blocks, block_size, layers, top_k)
             table._head[: len(header)] = np.frombuffer(header, np.uint8)
             os.link(new, path)
+            files.share(fd)
         except FileExistsError:
-            os.close(fd)
+            files.close(fd)
             raise InvalidInputError(
-                f"{path} is the table of a running process: give each engine and rank its own"
+                f"{path} is the table of a running process: give each engine and rank its own, or attach to it"
             ) from None
-        except OSError as error:
-            os.close(fd)
+        except (OSError, OverflowError) as error:  # it overflows where no machine has so much
+            if fd >= 0:
+                files.close(fd)
             raise SpoolUnavailableError(
-                f"{path}: no {size} bytes for the routing of {num_blocks} blocks of {block_size}: {error.strerror}; give "
-                "directory= with more room"
+                f"{path}: no {size} bytes for the routing of {num_blocks} blocks of {block_size}: "
+                f"{getattr(error, 'strerror', error)}; give directory= with more room"
             ) from error
         finally:
-            new.unlink()
+            with suppress(OSError):
+                new.unlink()
         return table
 
     @classmethod
@@ -188,23 +194,14 @@ class SlotTable:
         cls, name: str, *, directory: str | os.PathLike[str] = SHM, wait_s: float = 0, prefault: bool = True
     ) -> SlotTable:
         """The table that another process has created; waits up to `wait_s` for it. Raises InvalidInputError without one."""
-        path = _path(name, directory)
+        path = files.path_of(name, directory)
         deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-                break
-            except OSError as error:
-                if time.monotonic() >= deadline:
-                    raise InvalidInputError(f"{path}: {error.strerror}; the engine makes it with this name") from None
-            time.sleep(0.01)
-        head = os.pread(fd, _HEADER.size, 0).ljust(_HEADER.size, b"\0")
-        magic, version, item_bytes, blocks, block_size, layers, top_k = _HEADER.unpack(head)
-        shape = _Shape(blocks, block_size, layers, top_k, item_bytes)
-        if magic != _MAGIC or version != _VERSION or shape.offsets()[-1] != os.fstat(fd).st_size:
-            os.close(fd)
-            raise InvalidInputError(f"{path} is no table of version {_VERSION}: remove it, or use one rr_dataset")
-        return cls(path, fd, shape, owner=False, prefault=prefault)
+        fd = files.open_shared(path, deadline)
+        try:
+            return cls(path, fd, _shape_of(path, fd), prefault=prefault)
+        except BaseException:
+            files.close(fd)
+            raise
 
     # ---- the allocator
 
@@ -275,6 +272,8 @@ class SlotTable:
 
     def scatter(self, slots: npt.NDArray[np.int64], rows: npt.NDArray[Any], marks: npt.NDArray[np.uint64]) -> int:
         """Write rows [tokens, layers, top_k] of the table's dtype (C order) with the marks of their launch; how many came too late."""
+        if len(rows) != len(slots):
+            raise InvalidRoutingError(f"{len(rows)} rows for {len(slots)} slots")
         current = self._generations[slots // self.block_size] == marks >> _SHIFT
         late = len(slots) - int(np.count_nonzero(current))
         if late:  # what the new owner has there stays
@@ -335,7 +334,7 @@ class SlotTable:
             raise InvalidRoutingError(f"tokens {start} to {stop}: expected rising positions")
         first, last = start // self.block_size, -(-stop // self.block_size)
         chosen = np.full(max(last - first, 0), -1, np.int64)
-        given = np.asarray(blocks, np.int64).reshape(-1)[first:last]
+        given = whole_numbers("blocks", blocks)[first:last]
         chosen[: len(given)] = given
         if chosen.size and int(chosen.max()) >= self.num_blocks:
             raise InvalidRoutingError(f"block {chosen.max()}: expected less than {self.num_blocks}")
@@ -378,7 +377,7 @@ class SlotTable:
         return self._head[at + 1 : at + 1 + int(self._head[at])].tobytes().decode()
 
     def _checked(self, blocks: Blocks) -> npt.NDArray[np.int64]:
-        chosen = np.asarray(blocks, np.int64).reshape(-1)
+        chosen = whole_numbers("blocks", blocks)
         if chosen.size and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.num_blocks:
             raise InvalidRoutingError(f"blocks {chosen.min()} to {chosen.max()}: expected 0 to {self.num_blocks - 1}")
         return chosen
@@ -386,12 +385,9 @@ class SlotTable:
     # ---- the end
 
     def close(self) -> None:
-        """Give the table up; its creator also removes the file. Others keep what they have mapped. Closing twice is no error."""
-        if self._fd < 0:
-            return
-        if self._owner == os.getpid():
-            self.path.unlink(missing_ok=True)
-        os.close(self._fd)
+        """Give the table up; the last that has it removes the file. Closing twice is no error."""
+        if self._fd >= 0 and self._pid == os.getpid():
+            files.give_up(self._fd, self.path)
         self._fd = -1
 
     def __enter__(self) -> SlotTable:
@@ -403,6 +399,19 @@ class SlotTable:
         self.close()
 
 
+def whole_numbers(name: str, values: Any) -> npt.NDArray[np.int64]:
+    """Block or slot numbers as an array of one axis. Raises InvalidRoutingError for others, such as the table of a whole batch."""
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # rows of several lengths
+        raise InvalidRoutingError(f"{name}: {error}") from None
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidRoutingError(
+            f"{name} of shape {array.shape} and dtype {array.dtype}: expected one row of whole numbers"
+        )
+    return array.astype(np.int64, copy=False)
+
+
 def _runs(mask: npt.NDArray[np.bool_], start: int) -> tuple[Range, ...]:
     """Where a mask is true, as positions."""
     if not mask.any():
@@ -411,24 +420,13 @@ def _runs(mask: npt.NDArray[np.bool_], start: int) -> tuple[Range, ...]:
     return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
-def _path(name: str, directory: str | os.PathLike[str]) -> Path:
-    if not _NAME.fullmatch(name):
-        raise InvalidInputError(
-            f"name={name!r}: expected letters, digits, '.', '_' and '-', such as \"engine-8000.dp0\""
-        )
-    return Path(directory) / f"rr_slots-{os.getuid()}-{name}"
-
-
-def _sweep(path: Path) -> None:
-    """Remove tables of processes that are gone; whoever still has one mapped keeps it."""
-    for found in path.parent.glob(f"rr_slots-{os.getuid()}-*"):
-        with suppress(OSError):  # gone meanwhile, in use, or no file
-            fd = os.open(found, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                there, mine = found.stat(), os.fstat(fd)
-                begun = found.name.endswith(_NEW) and time.time() - there.st_mtime < _MAKING_S
-                if there.st_ino == mine.st_ino and not begun:  # else another has swept it and made a new one
-                    found.unlink()
-            finally:
-                os.close(fd)
+def _shape_of(path: Path, fd: int) -> _Shape:
+    """What the header of a table says. Raises InvalidInputError when the file is none."""
+    status = os.fstat(fd)
+    head = os.pread(fd, _HEADER.size, 0) if stat.S_ISREG(status.st_mode) else b""
+    magic, version, item_bytes, blocks, block_size, layers, top_k = _HEADER.unpack(head.ljust(_HEADER.size, b"\0"))
+    shape = _Shape(blocks, block_size, layers, top_k, item_bytes)
+    sound = min(blocks, block_size, layers, top_k) > 0 and item_bytes in [np.dtype(dtype).itemsize for dtype in DTYPES]
+    if magic != _MAGIC or version != _VERSION or not sound or shape.offsets()[-1] != status.st_size:
+        raise InvalidInputError(f"{path} is no table of version {_VERSION}: remove it, or use one rr_dataset")
+    return shape
