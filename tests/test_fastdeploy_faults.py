@@ -1,4 +1,4 @@
-"""What goes wrong in FastDeploy's routing replay, by number, and cannot here: the store contract and what is built on it."""
+"""What goes wrong in FastDeploy's routing replay and cannot here: the store contract and what is built on it."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def dataset(tmp_path: Path, writer: rr.RoutingWriter) -> rr.RoutingDataset:
     return rr.open_dataset(tmp_path / "ds")
 
 
-def test_fault_1_a_failed_put_or_clear_raises(
-    store: fd.RoutingStoreDataset, writer: rr.RoutingWriter, tmp_path: Path
-) -> None:
+def test_a_failed_put_or_clear_raises(store: fd.RoutingStoreDataset, writer: rr.RoutingWriter, tmp_path: Path) -> None:
     wrong = routing(1, dtype="int64")
     wrong[0, 3, 0] = 200
     for key, array in [
@@ -76,9 +74,7 @@ def test_fault_1_a_failed_put_or_clear_raises(
     writer.flush()
 
 
-def test_fault_2_what_was_awaited_is_there(
-    store: fd.RoutingStoreDataset, dataset: rr.RoutingDataset, tmp_path: Path
-) -> None:
+def test_what_was_awaited_is_there(store: fd.RoutingStoreDataset, dataset: rr.RoutingDataset, tmp_path: Path) -> None:
     for fused in (True, False):
         key = f"a:{int(fused)}:0:0"
         if fused:
@@ -94,7 +90,7 @@ def test_fault_2_what_was_awaited_is_there(
     assert list(dataset.ids()) == []
 
 
-def test_fault_3_puts_and_clears_of_one_key_keep_their_order(
+def test_puts_and_clears_of_one_key_keep_their_order(
     store: fd.RoutingStoreDataset, wrapper: fd.StoreWrapper, dataset: rr.RoutingDataset
 ) -> None:
     async def many() -> None:
@@ -119,7 +115,7 @@ def test_fault_3_puts_and_clears_of_one_key_keep_their_order(
     np.testing.assert_array_equal(record.routed_experts, routing(2, 7))
 
 
-def test_fault_4_no_start_clears_what_others_wrote(
+def test_no_start_clears_what_others_wrote(
     store: fd.RoutingStoreDataset, dataset: rr.RoutingDataset, tmp_path: Path
 ) -> None:
     asyncio.run(store.put("mine:1:0:0", routing(1)))
@@ -136,9 +132,7 @@ def test_fault_4_no_start_clears_what_others_wrote(
     assert list(dataset.ids()) == ["theirs:2:0:0"]
 
 
-def test_fault_5_a_local_prefix_is_cleared_by_component(
-    store: fd.RoutingStoreDataset, dataset: rr.RoutingDataset
-) -> None:
+def test_a_local_prefix_is_cleared_by_component(store: fd.RoutingStoreDataset, dataset: rr.RoutingDataset) -> None:
     for key in ("a:1:0:0", "a:10:0:0", "a:1:1:0", "a:1:0:0#3"):
         asyncio.run(store.put(key, routing(1)))
     asyncio.run(store.clear_prefix_batch("a:1:0:0"))
@@ -147,7 +141,7 @@ def test_fault_5_a_local_prefix_is_cleared_by_component(
     assert list(dataset.ids()) == ["a:10:0:0"]
 
 
-def test_fault_6_skipped_turns_do_not_leak(wrapper: fd.StoreWrapper, dataset: rr.RoutingDataset) -> None:
+def test_skipped_turns_do_not_leak(wrapper: fd.StoreWrapper, dataset: rr.RoutingDataset) -> None:
     turns = ["a:1:0:1", "a:1:2:1", "a:1:2:2", "a:1:2:1#1", "a:1:5:1"]
     for key in turns:
         wrapper.submit_put_task(routing(1), key)
@@ -157,7 +151,7 @@ def test_fault_6_skipped_turns_do_not_leak(wrapper: fd.StoreWrapper, dataset: rr
     assert sorted(dataset.ids()) == ["a:1:2:2", "a:1:5:1"]
 
 
-def test_fault_6_with_last_turn_nothing_needs_to_be_cleared(tmp_path: Path) -> None:
+def test_with_last_turn_nothing_needs_to_be_cleared(tmp_path: Path) -> None:
     config = fd_config(tmp_path / "last", only_last_turn=True)
     wrapper = fd.StoreWrapper(config)
     for turn in (0, 2, 5):
@@ -169,7 +163,7 @@ def test_fault_6_with_last_turn_nothing_needs_to_be_cleared(tmp_path: Path) -> N
     assert sorted(rr.open_dataset(tmp_path / "last").ids()) == ["a:1:1:2", "a:1:5:1"]
 
 
-def test_fault_7_ids_are_texts_and_samples_have_their_own(
+def test_ids_are_texts_and_samples_have_their_own(
     store: fd.RoutingStoreDataset, dataset: rr.RoutingDataset, tmp_path: Path
 ) -> None:
     strange = ["../../up:1:0:0", "/etc/passwd:1:0:0", "__import__('os').abort():1:0:0", "one", "a/b:1:0:0"]
@@ -186,7 +180,7 @@ def test_fault_7_ids_are_texts_and_samples_have_their_own(
 
 
 @pytest.mark.parametrize("kind", ["datset", "Local", ""])
-def test_fault_8_a_misspelt_store_type_names_the_valid_ones(kind: str, tmp_path: Path) -> None:
+def test_a_misspelt_store_type_names_the_valid_ones(kind: str, tmp_path: Path) -> None:
     with pytest.raises(rr.InvalidInputError, match="valid are dataset, local, rdma, response"):
         fd.RoutingReplayConfig({"routing_store_type": kind})
     config = fd_config(tmp_path / "ds")
@@ -196,7 +190,7 @@ def test_fault_8_a_misspelt_store_type_names_the_valid_ones(kind: str, tmp_path:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int8", "int16", "int32"])
-def test_fault_9_rows_of_minus_one_are_missing_in_any_dtype(
+def test_rows_of_minus_one_are_missing_in_any_dtype(
     store: fd.RoutingStoreDataset, dataset: rr.RoutingDataset, dtype: str
 ) -> None:
     array = (routing(1) % 100).astype("int64")
@@ -208,9 +202,7 @@ def test_fault_9_rows_of_minus_one_are_missing_in_any_dtype(
     np.testing.assert_array_equal(record.routed_experts[:, 6:], array[:, 6:])
 
 
-def test_fault_10_padding_is_not_stored(
-    store: fd.RoutingStoreDataset, dataset: rr.RoutingDataset, tmp_path: Path
-) -> None:
+def test_padding_is_not_stored(store: fd.RoutingStoreDataset, dataset: rr.RoutingDataset, tmp_path: Path) -> None:
     padded = np.full((SPEC.num_layers, 32 * 1024, SPEC.top_k), 255, np.uint8)
     padded[:, :12] = routing(1)
     asyncio.run(store.put("a:1:0:0", padded))
@@ -219,7 +211,7 @@ def test_fault_10_padding_is_not_stored(
     assert stored < padded.nbytes // 8
 
 
-def test_fault_11_memory_is_bounded_in_bytes_and_a_dead_consumer_is_started_again(
+def test_memory_is_bounded_in_bytes_and_a_dead_consumer_is_started_again(
     wrapper: fd.StoreWrapper, dataset: rr.RoutingDataset
 ) -> None:
     writer = wrapper.writer
@@ -237,7 +229,7 @@ def test_fault_11_memory_is_bounded_in_bytes_and_a_dead_consumer_is_started_agai
     np.testing.assert_array_equal(dataset.get("after:1:0:0").routed_experts, routing(2))
 
 
-def test_fault_11_a_killed_group_hangs_nothing_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_killed_group_hangs_nothing_and_loses_nothing(tmp_path: Path) -> None:
     code = """
 import signal
 from tests.test_fastdeploy_faults import routing, fd, fd_config
@@ -256,7 +248,7 @@ signal.pause()
     assert rows == 20
 
 
-def test_fault_12_a_reused_block_s_old_rows_are_missing_and_never_data(
+def test_a_reused_block_s_old_rows_are_missing_and_never_data(
     tmp_path: Path, writer: rr.RoutingWriter, dataset: rr.RoutingDataset
 ) -> None:
     manager = fd.RoutingReplayManager(fd_config(tmp_path / "ds"), np.zeros((BATCH, 16)), 8, writer=writer)
@@ -286,7 +278,7 @@ def test_fault_12_a_reused_block_s_old_rows_are_missing_and_never_data(
     manager.close()
 
 
-def test_fault_12_rows_of_a_reused_block_never_reach_its_new_owner(
+def test_rows_of_a_reused_block_never_reach_its_new_owner(
     tmp_path: Path, writer: rr.RoutingWriter, dataset: rr.RoutingDataset
 ) -> None:
     manager = fd.RoutingCacheManager(fd_config(tmp_path / "ds"), 4, writer=writer)
@@ -302,9 +294,7 @@ def test_fault_12_rows_of_a_reused_block_never_reach_its_new_owner(
     manager.close()
 
 
-def test_fault_13_a_record_says_its_shape_dtype_and_layers(
-    store: fd.RoutingStoreDataset, dataset: rr.RoutingDataset
-) -> None:
+def test_a_record_says_its_shape_dtype_and_layers(store: fd.RoutingStoreDataset, dataset: rr.RoutingDataset) -> None:
     asyncio.run(store.put("a:1:0:0", routing(1, 7, "int32")))
     record = dataset.get("a:1:0:0")
     assert (record.routed_experts.shape, record.routed_experts.dtype) == ((3, 7, 2), np.uint8)
@@ -315,7 +305,7 @@ def test_fault_13_a_record_says_its_shape_dtype_and_layers(
         asyncio.run(store.put("a:2:0:0", np.zeros((2, 7, 2), np.uint8)))
 
 
-def test_fault_14_dense_layers_between_and_behind_moe_layers_shift_nothing(
+def test_dense_layers_between_and_behind_moe_layers_shift_nothing(
     store: fd.RoutingStoreDataset, dataset: rr.RoutingDataset
 ) -> None:
     tail = np.full((5, 12, 2), 255, np.uint8)  # layers 1 to 5 of the model, of which 3 and 5 are dense
@@ -328,7 +318,7 @@ def test_fault_14_dense_layers_between_and_behind_moe_layers_shift_nothing(
 
 
 @pytest.mark.parametrize("experts", [300, 60_000])
-def test_fault_15_paddle_gets_ids_and_no_bfloat16(tmp_path: Path, experts: int) -> None:
+def test_paddle_gets_ids_and_no_bfloat16(tmp_path: Path, experts: int) -> None:
     paddle = pytest.importorskip("paddle")
     spec = rr.RoutingSpec((0, 1), num_experts=experts, top_k=2)
     ids = np.random.default_rng(0).integers(256, experts, (2, 6, 2))
