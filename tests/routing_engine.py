@@ -342,7 +342,11 @@ class Engine:
     def expect(self, request: Request, total: int, status: str) -> None:
         if request.captured:
             fed = {position: known for position, known in request.truth.items() if position < request.fed}
-            self.expected[request.name] = ({**fed, **request.stored}, max(total, request.reached), status)
+            known = {**fed, **request.stored}
+            if any(row is not None for row, _ in known.values()):
+                self.expected[request.name] = (known, max(total, request.reached), status)
+            else:  # suspended all the time
+                self.dropped.add(request.name)
         else:
             self.opted_out.add(request.name)
 
@@ -372,7 +376,8 @@ class Engine:
             for position in range(request.fed):
                 if request.truth[position][0] is not None:
                     request.stored.setdefault(position, request.truth[position])
-            request.reached = max(request.reached, request.fed)
+            if request.stored:
+                request.reached = max(request.reached, request.fed)
         else:
             self.capture.preempt(request.name)
         self.leave(request)

@@ -108,7 +108,15 @@ def test_a_request_becomes_one_record(
 
 @pytest.mark.parametrize(
     ("reason", "status"),
-    [("stop", "complete"), ("length", "complete"), ("abort", "aborted"), ("preempted", "preempted")],
+    [
+        ("stop", "complete"),
+        ("content_filter", "complete"),
+        ("recover_stop", "complete"),
+        ("abort", "aborted"),
+        ("preempted", "preempted"),
+        ({"type": "length"}, "complete"),
+    ],
+    ids=str,
 )
 def test_the_status_follows_the_finish_reason(
     capture: RoutingCapture, writer: rr.RoutingWriter, root: Path, reason: str, status: str, prompt: str
@@ -266,33 +274,35 @@ def test_a_reset_also_ends_what_was_stored_in_part(
 
 
 def test_drop_rows_say_why(capture: RoutingCapture, writer: rr.RoutingWriter, root: Path, prompt: str) -> None:
-    for name in range(5):
+    for name in range(6):
         capture.register(f"{prompt}:{name}:0:0")
     feed(capture, [2], 0, rows(0, 3))
     capture.abort(f"{prompt}:0:0:0")
     capture.finish(f"{prompt}:1:0:0", [2], 0)
-    capture.finish(f"{prompt}:2:0:0", [2], 3, "nonsense")
+    capture.finish(f"{prompt}:2:0:0", [2], 3, tags={"n": 1})  # type: ignore[dict-item]
     capture.finish(f"{prompt}:3:0:0", [99], 3)
+    capture.finish(f"{prompt}:5:0:0", [7], 3)
     capture.reset()
     writer.flush()
     dataset = rr.open_dataset(root)
     reasons = {}
-    for head in dataset.heads(f"{prompt}:{name}:0:0" for name in range(5)):
+    for head in dataset.heads(f"{prompt}:{name}:0:0" for name in range(6)):
         assert head.status == "dropped"
         reasons[int(head.components[1] or 0)] = head.reason
     assert reasons == {
         0: "aborted",
         1: "nothing was fed",
-        2: "fault of the engine's hook: InvalidInputError",
+        2: "fault of the engine's hook: InvalidRoutingError",
         3: "fault of the engine's hook: InvalidRoutingError",
         4: "engine reset",
+        5: "no routing was captured",
     }
     assert capture.stats().faults == {"finish": 2}
     with pytest.raises(RecordDroppedError, match="engine reset"):
         dataset.get(f"{prompt}:4:0:0")
 
 
-def test_an_id_beyond_the_experts_is_a_drop_row(
+def test_ids_of_no_expert_alone_are_a_drop_row(
     capture: RoutingCapture, writer: rr.RoutingWriter, root: Path, prompt: str
 ) -> None:
     capture.register(f"{prompt}:0:0:0")
@@ -300,7 +310,8 @@ def test_an_id_beyond_the_experts_is_a_drop_row(
     capture.finish(f"{prompt}:0:0:0", [2], 3)
     writer.flush()
     (head,) = rr.open_dataset(root).heads([f"{prompt}:0:0:0"])
-    assert (head.status, head.reason) == ("dropped", "fault of the engine's hook: InvalidRoutingError")
+    assert (head.status, head.reason) == ("dropped", "no routing was captured")
+    assert capture.stats().faults == {"flush": 1}
 
 
 def test_a_reset_leaves_nothing_to_those_that_follow(
@@ -476,3 +487,88 @@ def test_debug_writes_positions_and_verify_finds_them(
     capfd.readouterr()
     assert self_check(root, "--prefix", prompt, "--positions") == 3
     assert "positions" in capfd.readouterr().out
+
+
+# --- nothing that an engine says is raised into it, or loses another's record
+
+
+ODD: tuple[Any, ...] = (["x"], {}, None, "\ud800", "a\0b", 5, np.zeros(2), object())
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: type(odd).__name__)
+def test_no_hook_raises_whatever_it_is_given(
+    capture: RoutingCapture, writer: rr.RoutingWriter, root: Path, prompt: str, odd: Any
+) -> None:
+    good = f"{prompt}:0:0:0"
+    capture.register(good)
+    feed(capture, [2], 0, rows(0, 3))
+    for hook in (capture.register, capture.abort, capture.preempt, capture.clear, capture.set_weight_version):
+        hook(odd)
+    capture.record(odd, odd, odd, odd)
+    capture.step(odd, odd, odd)
+    capture.flush(odd)
+    capture.finish(odd, odd, odd, odd, odd, odd, odd, odd, odd)
+    for at, end in enumerate(
+        ({"num_fed": odd}, {"blocks": odd}, {"token_ids": odd}, {"tags": odd}, {"finish_reason": odd})
+    ):
+        name = f"{prompt}:{at + 1}:0:0"
+        capture.register(name, tags=odd)
+        capture.save(name, end.get("blocks", ()), end.get("num_fed", 1))
+        capture.preempt(name, end.get("blocks", ()), end.get("num_fed", 1), end.get("token_ids"))
+        capture.finish_many([Finished(name, **{"blocks": (), "num_fed": 1, **end})])
+    capture.finish_many(odd)
+    capture.finish_many([odd, Finished(good, [2], 3)])
+    assert (stored(writer, root, good).to_numpy("TLK") == rows(0, 3)).all()
+    assert capture.stats().in_flight == 0
+    assert sum(capture.stats().faults.values()) > 10
+
+
+def test_one_bad_end_of_a_strict_capture_leaves_the_others_ended(
+    writer: rr.RoutingWriter, table: SlotTable, capturer: StepCapturer, root: Path, prompt: str
+) -> None:
+    capture = RoutingCapture(writer, table, capturer, strict=True)
+    for name in range(3):
+        capture.register(f"{prompt}:{name}:0:0")
+    feed(capture, [2], 0, rows(0, 3))
+    with pytest.raises(InvalidRoutingError, match="-1 tokens fed"):
+        capture.finish_many([Finished(f"{prompt}:{name}:0:0", [2], 3 if name != 1 else -1) for name in range(3)])
+    assert capture.stats().in_flight == 0
+    for name in (0, 2):
+        assert stored(writer, root, f"{prompt}:{name}:0:0").missing == ()
+
+
+def test_any_reason_becomes_a_text(capture: RoutingCapture, writer: rr.RoutingWriter, root: Path, prompt: str) -> None:
+    for at, reason in enumerate(("", None, 7, "x\ud800", "y" * 5000)):
+        capture.register(f"{prompt}:{at}:0:0")
+        capture.abort(f"{prompt}:{at}:0:0", reason=reason)  # type: ignore[arg-type]
+    writer.flush()
+    heads = rr.open_dataset(root).heads(f"{prompt}:{at}:0:0" for at in range(5))
+    assert [(head.reason or "")[:9] for head in heads] == ["aborted", "aborted", "7", "x?", "y" * 9]
+    assert sum(capture.stats().dropped.values()) == 5
+    for at in range(5, 200):
+        capture.register(f"{prompt}:{at}:0:0")
+        capture.abort(f"{prompt}:{at}:0:0", reason=f"because of {at}")
+    dropped = capture.stats().dropped
+    assert (len(dropped), sum(dropped.values())) == (65, 200)
+
+
+def test_what_lies_beyond_the_blocks_takes_no_memory(
+    capture: RoutingCapture, table: SlotTable, prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+    look = SlotTable.look
+    monkeypatch.setattr(SlotTable, "look", lambda *given: looked.append(given[3] - given[2]) or look(*given))
+    capture.register(f"{prompt}:0:0:0")
+    feed(capture, [2], 0, rows(0, 3))
+    capture.finish(f"{prompt}:0:0:0", [2], 30_000_000)
+    assert looked == [BLOCK]
+
+
+def test_an_unknown_finish_reason_is_told_and_loses_nothing(
+    capture: RoutingCapture, writer: rr.RoutingWriter, root: Path, prompt: str
+) -> None:
+    capture.register(f"{prompt}:0:0:0")
+    feed(capture, [2], 0, rows(0, 3))
+    capture.finish(f"{prompt}:0:0:0", [2], 3, "nonsense")
+    assert stored(writer, root, f"{prompt}:0:0:0").status == "complete"
+    assert capture.stats().faults == {"finish_reason": 1}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -18,19 +19,37 @@ class Faults:
     def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
         self.counts: Counter[str] = Counter()  # by hook
+        self._held: list[Exception] | None = None
 
     def tell(self, hook: str, error: Exception) -> None:
         """Count it, log the first of each hook; raise it if strict."""
         self.counts[hook] += 1
-        if self.strict:
+        if self.strict and self._held is None:
             raise error
+        if self._held is not None:
+            self._held.append(error)
         if self.counts[hook] == 1:
-            _log.error("routing capture: %s: %s; serving goes on, `faults` counts the rest", hook, error, exc_info=error)
+            _log.error("routing capture: %s: %s; serving goes on, stats() counts the rest", hook, error, exc_info=error)
 
-    def attempt(self, hook: str, call: Callable[..., T], *arguments: Any) -> T | None:
-        """What the call returns; None if it raised, which is told instead."""
+    def attempt(self, hook: str, call: Callable[..., T], *arguments: Any, **named: Any) -> T | None:
+        """What the call returns; None if it raised, which is told instead, once all else in it is done."""
+        with self.held():
+            try:
+                return call(*arguments, **named)
+            except Exception as error:  # noqa: BLE001 - whatever a hook was given, the engine goes on
+                self.tell(hook, error)
+                return None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """What is told inside is raised at its end, the first of it, if strict: so one fault keeps nothing else from being done."""
+        if self._held is not None:
+            yield
+            return
+        self._held = []
         try:
-            return call(*arguments)
-        except Exception as error:  # noqa: BLE001 - whatever a hook was given, the engine goes on
-            self.tell(hook, error)
-            return None
+            yield
+        finally:
+            errors, self._held = self._held, None
+        if self.strict and errors:
+            raise errors[0]

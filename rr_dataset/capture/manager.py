@@ -13,27 +13,16 @@ import numpy as np
 from rr_dataset.capture.capturer import StepCapturer
 from rr_dataset.capture.faults import Faults
 from rr_dataset.capture.slots import Blocks, SlotTable
+from rr_dataset.contracts.rows import status_of
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError
+from rr_dataset.feed import MAX_REASONS, OTHER_REASONS
 from rr_dataset.receipt import Receipt
 from rr_dataset.record import Span
 from rr_dataset.writer import RoutingWriter
 
-# What engines call the end of a request (FastDeploy, vLLM, SGLang), and what a trainer may make of it.
-STATUS_OF = {
-    "stop": "complete",
-    "length": "complete",
-    "tool_calls": "complete",
-    "function_call": "complete",
-    "repetition": "complete",
-    "recover_stop": "complete",
-    "abort": "aborted",
-    "aborted": "aborted",
-    "cancelled": "aborted",
-    "error": "aborted",
-    "preempt": "preempted",
-    "preempted": "preempted",
-}
 PREEMPTIONS = "preemptions"  # the tag that counts them
+NOTHING_KNOWN = "no routing was captured"
+MAX_REASON = 1_000  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +34,7 @@ class Finished:
         with EOS and not at the maximum length. By default one less than `token_ids`.
     num_tokens: how many the record has, if more than were fed: the rest is missing. By default `num_fed`.
     token_ids: prompt and answer, at least `num_tokens`. logprobs: likewise.
-    finish_reason: a name of STATUS_OF.
+    finish_reason: as engines name it, such as "stop", "length", "abort" or "preempted". An unknown one is told, and counts as an end.
     weight_version: if not what the table knows of each row.
     """
 
@@ -141,12 +130,7 @@ class RoutingCapture:
 
         An id that does not follow the dataset's key scheme is told once, here, and not captured.
         """
-        if self._writer is None or request_id in self._requests:
-            return
-        request = self._requests[request_id] = _Request(dict(tags or {}), captured=False)
-        request.captured = (
-            capture and self.faults.attempt("register", self._writer.dataset.keys.parse, request_id) is not None
-        )
+        self.faults.attempt("register", self._register, request_id, capture, tags)
 
     def finish(
         self,
@@ -175,17 +159,16 @@ class RoutingCapture:
 
         Receipts in order; None for a request that was not captured, or not registered.
         """
-        self.flush(steps_ahead)
-        return [self._end(end) for end in ended]
+        with self.faults.held():
+            self.flush(steps_ahead)
+            ends: list[Finished] = self.faults.attempt("finish", list, ended) or []
+            return [self.faults.attempt("finish", self._end, end) for end in ends]
 
     def abort(
         self, request_id: str, blocks: Blocks = (), num_fed: int = 0, token_ids: Any = None, reason: str = "aborted"
     ) -> Receipt | None:
         """A request is given up. What was fed so far becomes a record of status "aborted"; without any, a drop row."""
-        if num_fed:
-            return self.finish(request_id, blocks, num_fed, "aborted", token_ids)
-        request = self._requests.pop(request_id, None)
-        return self._drop(request_id, request, reason) if request is not None else None
+        return self.faults.attempt("abort", self._abort, request_id, blocks, num_fed, token_ids, reason)
 
     def preempt(self, request_id: str, blocks: Blocks = (), num_fed: int = 0, token_ids: Any = None) -> None:
         """A request loses its blocks and will be fed again.
@@ -193,22 +176,11 @@ class RoutingCapture:
         With blocks and `num_fed`, what the model chose so far is stored now, as a part: that is what sampled the tokens, and
         it wins over what feeding them again will choose. Without, the record has what was chosen last.
         """
-        request = self._requests.get(request_id)
-        if request is None:
-            return
-        request.preemptions += 1
-        request.tags[PREEMPTIONS] = str(request.preemptions)
-        if num_fed:
-            self.save(request_id, blocks, num_fed, token_ids)
+        self.faults.attempt("preempt", self._preempt, request_id, blocks, num_fed, token_ids)
 
     def save(self, request_id: str, blocks: Blocks, num_fed: int, token_ids: Any = None) -> Receipt | None:
         """Store what a request has been fed beyond the last save, as a part; readers see it as partial until it ends."""
-        request = self._requests.get(request_id)
-        if self._writer is None or request is None or not request.captured or num_fed <= request.saved:
-            return None
-        self.flush()
-        end = Finished(request_id, blocks, num_fed, token_ids=token_ids)
-        return self.faults.attempt("save", self._store, end, request, "partial")
+        return self.faults.attempt("save", self._save, request_id, blocks, num_fed, token_ids)
 
     # ---- all at once
 
@@ -222,18 +194,18 @@ class RoutingCapture:
 
     def reset(self, reason: str = "engine reset") -> None:
         """The engine forgets its requests and its KV cache: those in flight leave a drop row each, and no row of the table counts."""
-        if self._capturer is not None:
-            self._capturer.discard()
-        self._table.reset()
-        requests, self._requests = self._requests, {}
-        for request_id, request in requests.items():
-            self._drop(request_id, request, reason)
+        with self.faults.held():
+            if self._capturer is not None:
+                self._capturer.discard()
+            self.faults.attempt("reset", self._table.reset)
+            self.close(reason)
 
     def suspend(self) -> None:
         """Capture nothing until `resume`: what is fed meanwhile is missing."""
-        self.flush()
-        if self._capturer is not None:
-            self._capturer.suspended = True
+        with self.faults.held():
+            self.flush()
+            if self._capturer is not None:
+                self._capturer.suspended = True
 
     def resume(self, weight_version: str | int | None = None) -> None:
         """Capture again, rows of a new weight version if one is given. Does nothing where nothing was suspended."""
@@ -250,8 +222,9 @@ class RoutingCapture:
     def close(self, reason: str = "engine stopped") -> None:
         """Requests in flight leave a drop row each. Table and writer stay open: they are the caller's."""
         requests, self._requests = self._requests, {}
-        for request_id, request in requests.items():
-            self._drop(request_id, request, reason)
+        with self.faults.held():
+            for request_id, request in requests.items():
+                self._drop(request_id, request, reason)
 
     def stats(self) -> CaptureStats:
         """The counts."""
@@ -269,27 +242,65 @@ class RoutingCapture:
 
     # ---- inside
 
+    def _register(self, request_id: str, capture: bool, tags: Mapping[str, str] | None) -> None:
+        if self._writer is None or request_id in self._requests:
+            return
+        own: dict[str, str] = self.faults.attempt("register", dict, tags or {}) or {}
+        request = self._requests[request_id] = _Request(own, captured=False)
+        parsed = self.faults.attempt("register", self._writer.dataset.keys.parse, request_id) if capture else None
+        request.captured = parsed is not None
+
     def _end(self, end: Finished) -> Receipt | None:
         if self._writer is None:
             return None
         request = self._requests.pop(end.request_id, None)
         if request is None:
-            self.faults.tell(
-                "finish",
-                InvalidInputError(
-                    f"request {end.request_id!r} ended, which is not in flight: register it first, end it once"
-                ),
+            raise InvalidInputError(
+                f"request {end.request_id!r} ended, which is not in flight: register it first, end it once"
             )
-            return None
         if not request.captured:
             self._counts["opted_out"] += 1
             return None
         try:
-            return self._store(end, request, _status(end))
+            return self._store(end, request, self._status(end))
         except Exception as error:  # noqa: BLE001 - whatever a hook was given, the engine goes on
             receipt = self._drop(end.request_id, request, f"fault of the engine's hook: {type(error).__name__}")
             self.faults.tell("finish", error)
             return receipt
+
+    def _abort(self, request_id: str, blocks: Blocks, num_fed: int, token_ids: Any, reason: Any) -> Receipt | None:
+        if num_fed:
+            return self.finish(request_id, blocks, num_fed, "aborted", token_ids)
+        request = self._requests.pop(request_id, None)
+        return self._drop(request_id, request, reason) if request is not None else None
+
+    def _preempt(self, request_id: str, blocks: Blocks, num_fed: int, token_ids: Any) -> None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        request.preemptions += 1
+        request.tags[PREEMPTIONS] = str(request.preemptions)
+        if num_fed:
+            self.save(request_id, blocks, num_fed, token_ids)
+
+    def _save(self, request_id: str, blocks: Blocks, num_fed: int, token_ids: Any) -> Receipt | None:
+        request = self._requests.get(request_id)
+        if self._writer is None or request is None or not request.captured or num_fed <= request.saved:
+            return None
+        self.flush()
+        return self._store(Finished(request_id, blocks, num_fed, token_ids=token_ids), request, "partial")
+
+    def _status(self, end: Finished) -> str:
+        """FastDeploy calls some ends as no contract does."""
+        reason = end.finish_reason
+        if reason in ("preempt", "preempted"):
+            return "preempted"
+        status = "complete" if reason == "recover_stop" else status_of(reason)
+        if status is None:
+            self.faults.tell(
+                "finish_reason", InvalidInputError(f"request {end.request_id!r}: unknown finish_reason={reason!r}")
+            )
+        return "complete" if status is None else status
 
     def _store(self, end: Finished, request: _Request, status: str) -> Receipt | None:
         """Gather the positions that are not yet saved into the spool."""
@@ -308,9 +319,13 @@ class RoutingCapture:
         if not total:
             return self._drop(end.request_id, request, "nothing was fed")
         start = min(request.saved, total)
-        present = max(fed, start)
+        present = max(min(fed, len(end.blocks) * self._table.block_size), start)  # beyond its blocks nothing is known
         unfed = ((present, total),) if present < total else ()
         seen = self._table.look(end.blocks, start, present)
+        if not request.parts and not seen.marks.any():
+            if status == "partial":
+                return None
+            return self._drop(end.request_id, request, NOTHING_KNOWN)
         version = end.weight_version
         if version is None and seen.weights:
             covered = present - start - sum(stop - begin for begin, stop in seen.missing)
@@ -339,21 +354,22 @@ class RoutingCapture:
         request.saved = missing[0][0] if missing else present
         return record.receipt
 
-    def _drop(self, request_id: str, request: _Request, reason: str) -> Receipt | None:
+    def _drop(self, request_id: str, request: _Request, reason: Any) -> Receipt | None:
         if self._writer is None or not request.captured:
             return None
-        self._dropped[reason] += 1
-        drop = partial(self._writer.drop, request_id, reason, token_start=request.reached, part=request.parts > 0)
-        return self.faults.attempt("drop", drop)  # where its parts end: of equal ends the latest tells
+        text = _reason(reason)
+        drop = partial(self._writer.drop, request_id, text, token_start=request.reached, part=request.parts > 0)
+        receipt = self.faults.attempt("drop", drop)  # where its parts end: of equal ends the latest tells
+        if receipt is not None:
+            known = text in self._dropped or len(self._dropped) < MAX_REASONS
+            self._dropped[text if known else OTHER_REASONS] += 1
+        return receipt
 
 
-def _status(end: Finished) -> str:
-    status = STATUS_OF.get(end.finish_reason)
-    if status is None:
-        raise InvalidInputError(
-            f"request {end.request_id!r}: finish_reason={end.finish_reason!r}: expected one of {', '.join(STATUS_OF)}"
-        )
-    return status
+def _reason(reason: Any) -> str:
+    """A text for a drop row, whatever an engine has said."""
+    text = "" if reason is None else str(getattr(reason, "value", reason))[:MAX_REASON]
+    return text.encode(errors="replace").decode() or "aborted"
 
 
 def _cut(values: Any, start: int, stop: int) -> Any:

@@ -72,11 +72,13 @@ class Ours:
         self._capture = RoutingCapture(writer, table, capturer, strict=True)
         for layer in SPEC.moe_layers:  # as when a graph is captured, which is then replayed
             self._capture.record(layer, np.ones((len(steps.batch), SPEC.top_k), np.int32))
+        self._buffer = capturer._buffer.rows
         capturer.skip()
 
     def step(self, i: int) -> None:
         steps = self._steps
         self._capture.flush()
+        self._buffer[:] = 1  # what the replay does, on a device beside this thread; each step clears it
         positions = steps.first(i)[steps.batch] + steps.offsets
         self._capture.step(steps.tables[steps.batch, positions // BLOCK] * BLOCK + positions % BLOCK)
 
