@@ -76,7 +76,8 @@ if TYPE_CHECKING:
     from rr_dataset.trainer.ranks import RankView, pipeline_chunks
     from rr_dataset.trainer.replay import MicroBatch, ReplayMetrics, RoutingReplay
     from rr_dataset.trainer.samples import RoutingSamples, Sample, SampleOptions, whole_batches
-    from rr_dataset.trainer.streaming import RoutingStream, StreamOptions
+    from rr_dataset.trainer.stream_options import StreamOptions
+    from rr_dataset.trainer.streaming import RoutingStream
     from rr_dataset.trainer.trajectory import Trajectory, trajectory
     from rr_dataset.verify import Problem, VerifyReport, verify
     from rr_dataset.writer import RoutingWriter
@@ -120,7 +121,7 @@ _LAZY = {
     "SampleOptions": "rr_dataset.trainer.samples",
     "whole_batches": "rr_dataset.trainer.samples",
     "RoutingStream": "rr_dataset.trainer.streaming",
-    "StreamOptions": "rr_dataset.trainer.streaming",
+    "StreamOptions": "rr_dataset.trainer.stream_options",
     "Problem": "rr_dataset.verify",
     "VerifyReport": "rr_dataset.verify",
     "verify": "rr_dataset.verify",

@@ -17,7 +17,8 @@ from stored import Stored
 
 import rr_dataset as rr
 from rr_dataset.trainer.samples import SampleOptions
-from rr_dataset.trainer.streaming import NO_NUMBER, RoutingStream, StreamOptions
+from rr_dataset.trainer.stream_options import StreamOptions
+from rr_dataset.trainer.streaming import NO_NUMBER, RoutingStream
 
 NOW = {"timeout_s": 0}
 TIMEOUT_S = 120

@@ -21,7 +21,8 @@ from rr_dataset.trainer.feeder import RankFeeder
 from rr_dataset.trainer.idlist import IdList
 from rr_dataset.trainer.ranks import RankView, pipeline_chunks
 from rr_dataset.trainer.samples import RoutingSamples, SampleOptions, read_samples
-from rr_dataset.trainer.streaming import RoutingStream, StreamOptions
+from rr_dataset.trainer.stream_options import StreamOptions
+from rr_dataset.trainer.streaming import RoutingStream
 
 PP, CP, TP, DP = 2, 2, 2, 2
 SAMPLES = 8
