@@ -78,13 +78,18 @@ def test_the_list_of_commands_is_that_of_the_program() -> None:
     assert text[text.index(START) + len(START) : text.index(END)] == listing(), "run: python tests/test_docs.py"
 
 
-def test_the_examples_run_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What the examples leave behind, run in order in a folder of their own, which is where one is."""
     names: dict[str, Any] = {}
-    for block in blocks("python"):
-        exec(compile(block, "<README>", "exec"), names)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("readme"))
+        for block in blocks("python"):
+            exec(compile(block, "<README>", "exec"), names)
+        yield names
+
+
+def test_the_examples_run_in_order(names: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     assert names["record"].status == "complete"
     assert names["batch"][0].routed_experts.shape == (15, 256, 8)
     by_loop = Counter((layer, int(expert)) for layer in (3, 4) for expert in names["record"].layer(layer).ravel())
@@ -110,18 +115,12 @@ def test_the_examples_run_in_order(
         assert out
         ran += 1
     assert ran >= 4
-    assert (tmp_path / "record.npz").exists()
+    assert Path("record.npz").exists()
 
 
-def test_comments_in_the_examples_say_what_comes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    lines = []
-    for block in blocks("python")[:-1]:  # the last one is of other libraries
-        exec(compile(block, "<README>", "exec"), names)
-        lines += block.splitlines()
+def test_comments_in_the_examples_say_what_comes_out(names: dict[str, Any]) -> None:
     checked = 0
-    for line in lines:
+    for line in "".join(blocks("python")[:-1]).splitlines():  # the last one is of other libraries
         said = re.fullmatch(
             r"(?P<code>\S.*?)  # (?P<value>[(\"].*?|(?P<dtype>\w+) (?P<shape>\[[0-9, ]+\]))(?:;.*|: .*)?", line
         )
