@@ -15,7 +15,7 @@ from rr_dataset.delete import PartitionPlan, plan_delete
 from . import output
 from .options import DryRun, IdsFile, Json, Uri, parse_duration, read_ids
 
-LIVE_MS = 600_000  # a run that put something so lately is probably still at it
+RECENT_MS = 600_000  # the store does not tell whether a writer that put so lately is still there
 
 
 def delete(
@@ -135,5 +135,7 @@ def _shown(report: rr.DeleteReport) -> str:
 def _shown_runs(runs: Mapping[str, int]) -> Iterable[str]:
     now_ms = wall_ms()
     for run, newest_ms in sorted(runs.items(), key=lambda item: -item[1]):
-        live = ", STILL WRITING?" if now_ms - newest_ms < LIVE_MS else ""
-        yield f"  of run {output.printable(run)}, newest put {output.shown_time(pack(newest_ms))}{live}"
+        age_ms = max(now_ms - newest_ms, 0)
+        ago = output.shown_duration(age_ms // 1000)
+        recent = f", {ago} ago: its writer may still be open, and put more" if age_ms < RECENT_MS else ""
+        yield f"  of run {output.printable(run)}, newest put {output.shown_time(pack(newest_ms))}{recent}"

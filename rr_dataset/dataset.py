@@ -12,6 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
@@ -21,8 +22,9 @@ import pyarrow as pa
 import pyarrow.dataset as pads
 
 from rr_dataset.arrow_view import scan, to_pyarrow
+from rr_dataset.at_once import answer_each
 from rr_dataset.description import ensure_format
-from rr_dataset.errors import DatasetNotFoundError, InvalidInputError
+from rr_dataset.errors import CorruptShardError, DatasetNotFoundError, InvalidInputError, ObjectNotFoundError
 from rr_dataset.follow import PollCursor, poll, wait_for
 from rr_dataset.keys import KeyScheme
 from rr_dataset.layout import TOMBSTONE_DIR, DatasetFormat, parse_tombstone_name
@@ -31,7 +33,7 @@ from rr_dataset.options import check_seconds
 from rr_dataset.packed import Packed, Spans, read_packed, read_spans
 from rr_dataset.record import RecordHead, RoutingRecord, RoutingSpec
 from rr_dataset.selection import Share, Tokens, tokens_per_id
-from rr_dataset.snapshot import Snapshot
+from rr_dataset.snapshot import Listed, Snapshot
 from rr_dataset.stacked import Empty, Stacked, read_stacked
 from rr_dataset.storage import open_storage
 
@@ -44,17 +46,22 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class PartitionInfo:
-    """One directory, by the names of its files: also those that are deleted or replaced and not yet removed."""
+    """One directory, by the names of its files.
+
+    shards, bytes: all that is stored, also files that a compacted one has replaced and that wait for their removal.
+    rows: puts and drops, each once however many files have it; also deleted and replaced ones until compaction leaves them
+        out. A record put in parts has several.
+    """
 
     path: str
     shards: int
-    rows: int  # puts and drops; a record put in parts has several
+    rows: int
     bytes: int
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """A dataset at a glance, from listings alone. The counts are sums of `PartitionInfo`."""
+    """A dataset at a glance. The counts are sums of `PartitionInfo`."""
 
     uri: str
     format: DatasetFormat
@@ -432,14 +439,18 @@ class RoutingDataset:
         prefix: only those in which it may cover something.
         """
         client = self._client()
-        for path, listed in client.reader.listings(client.partition_paths(client.prefix(prefix))):
-            if listed:
-                yield PartitionInfo(
-                    path, len(listed), sum(item.name.rows for item in listed), sum(item.entry.size for item in listed)
-                )
+        found = client.reader.listings(client.partition_paths(client.prefix(prefix)))
+
+        def info(part: tuple[str, list[Listed]]) -> PartitionInfo:
+            path, listed = part
+            replaced = _replaced(client, listed)
+            rows = sum(item.name.rows for item in listed if item.name.text not in replaced)
+            return PartitionInfo(path, len(listed), rows, sum(item.entry.size for item in listed))
+
+        return answer_each(client.storage, info, (part for part in found if part[1]))
 
     def info(self) -> DatasetInfo:
-        """Settings and counts. Reads no shard; costs one listing per partition."""
+        """Settings and counts. Costs one listing per partition, and the index of a compacted shard that has others beside it."""
         client = self._client()
         parts = list(self.partitions())
         names = [entry.name for entry in client.storage.list(TOMBSTONE_DIR)]
@@ -457,3 +468,14 @@ class RoutingDataset:
         if self._made is None or self._made.pid != os.getpid():
             self._made = Lookup(self.uri, self.run, self._storage_options, self._made)
         return self._made
+
+
+def _replaced(client: Lookup, listed: Sequence[Listed]) -> frozenset[str]:
+    """Names that a listed shard replaces, as far as those can be read that tell of it."""
+    least = min(item.name.level for item in listed)
+    names: set[str] = set()
+    for item in listed:
+        if item.name.level > least:
+            with suppress(ObjectNotFoundError, CorruptShardError):
+                names.update(client.reader.load(item).index.inputs)
+    return frozenset(names)

@@ -17,7 +17,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from threading import Lock
@@ -36,7 +36,7 @@ from rr_dataset.keys import KeyScheme
 from rr_dataset.layout import DatasetFormat, ShardName, parse_partition, parse_shard_name, partition_path
 from rr_dataset.options import FOREVER_S, check_seconds
 from rr_dataset.record import Row
-from rr_dataset.shard import TAIL_BYTES, likely_tail, read_index
+from rr_dataset.shard import TAIL_BYTES, ShardIndex, likely_tail, read_index
 from rr_dataset.storage import Entry, Storage, open_storage
 from rr_dataset.tombstones import (
     Text,
@@ -119,6 +119,7 @@ class Found:
     name: ShardName
     size: int
     rows: Sequence[Row] | None = None  # of its index, where the name is not enough
+    replaced: bool = False  # a compacted one has its rows, and counts them
     runs: Sequence[str] = ()  # its runs, where the name is enough and somebody wants to know them
 
 
@@ -129,7 +130,7 @@ class PartitionPlan:
     path: str
     remove: tuple[str, ...]  # names of the files that go
     bytes: int  # of these files
-    records: int  # puts and drops deleted: those that the names of these files tell of, and `hidden`
+    records: int  # puts and drops deleted: of these files, less those that a compacted one has too, and `hidden`
     hidden: int  # of these, how many lie in files that hold others too; compaction removes them
     runs: Mapping[str, int]  # time of the newest put deleted (Unix ms) by run, as far as it was looked up
 
@@ -141,7 +142,7 @@ class DeleteReport:
     partitions: int = 0  # directories in which something is deleted
     files: int = 0  # removed
     bytes: int = 0  # of these files
-    records: int = 0  # puts and drops deleted, by the names of these files, and `hidden`
+    records: int = 0  # puts and drops deleted: of these files, less those that a compacted one has too, and `hidden`
     hidden: int = 0  # of these, how many lie in files that hold others too; compaction removes them
 
     def with_plan(self, task: PartitionPlan) -> DeleteReport:
@@ -180,6 +181,8 @@ def plan(path: str, shards: Sequence[Found], marks: TombstoneSet, earlier: Earli
             newest = [(row.run_id, row.t_submit) for row in fresh]
         else:
             continue
+        if shard.replaced:
+            count = 0
         records += count
         if gone:
             remove.append(shard.name.text)
@@ -242,7 +245,11 @@ class _Survey:
                     yield path
 
     def plan(self, path: str) -> PartitionPlan:
-        """One listing, and the indexes that are needed; of files that are damaged nothing but the name counts."""
+        """One listing, and the indexes that are needed; of files that are damaged nothing but the name counts.
+
+        Where a shard is compacted and others lie beside it, its index tells which of them it replaces: these are counted as files,
+        not as records.
+        """
         pairs = parse_partition(path) or ()
         listed = [(entry, name) for entry in self._storage.list(path) if (name := parse_shard_name(entry.name))]
         now_ms = wall_ms()
@@ -257,7 +264,15 @@ class _Survey:
                 )
             if self._marks.applied(pairs, name.tmin):
                 reached.append(_Reached(entry, name, self._marks.covers_shard(name, pairs)))
-        return plan(path, self._look(path, reached), self._marks, self._earlier)
+        replaced = self._replaced(path, listed) if reached else frozenset()
+        found = [replace(each, replaced=each.name.text in replaced) for each in self._look(path, reached)]
+        return plan(path, found, self._marks, self._earlier)
+
+    def _replaced(self, path: str, listed: Sequence[tuple[Entry, ShardName]]) -> frozenset[str]:
+        """Names of shards that a listed one replaces; only the indexes of compacted ones tell."""
+        least = min(name.level for _, name in listed)
+        indexes = [self._index(path, entry, name) for entry, name in listed if name.level > least]
+        return frozenset(each for index in indexes if index is not None for each in index.inputs)
 
     def _look(self, path: str, reached: Sequence[_Reached]) -> list[Found]:
         if self._workers is None or all(each.whole for each in reached):
@@ -286,11 +301,15 @@ class _Survey:
         return Found(name, entry.size, runs=known)
 
     def _rows(self, directory: str, entry: Entry, name: ShardName) -> Sequence[Row] | None:
+        index = self._index(directory, entry, name)
+        return None if index is None else index.rows
+
+    def _index(self, directory: str, entry: Entry, name: ShardName) -> ShardIndex | None:
         path = f"{directory}/{entry.name}"
         tail = likely_tail(name.rows, entry.size) if self._storage.is_remote else TAIL_BYTES
         try:
             with self._storage.open(path, entry) as source:
-                return read_index(source, tail).rows
+                return read_index(source, tail)
         except ObjectNotFoundError:
             return None
         except CorruptShardError as error:

@@ -363,6 +363,19 @@ def test_info_counts_files(stored: Stored) -> None:
     assert [(part.path, part.shards, part.rows) for part in parts] == [("data_id=a", 1, 2)]
 
 
+def test_info_counts_a_row_once_however_many_files_have_it(stored: Stored) -> None:
+    rows = [stored.row(f"a:{number}") for number in range(4)]
+    inputs = [stored.shard(*rows[:2]), stored.shard(*rows[2:])]
+    merged = stored.shard(*rows, inputs=inputs, level=1)
+    stored.put("a:9")
+    stored.put("b")
+    parts = [(part.path, part.shards, part.rows) for part in stored.dataset.partitions()]
+    assert parts == [("data_id=a", 4, 5), ("data_id=b", 1, 1)]
+    assert stored.dataset.info().rows == 6
+    merged.write_bytes(merged.read_bytes()[:-9])
+    assert rr.open_dataset(stored.root).info().rows == 10, "what the files' names tell, where no more is known"
+
+
 # Processes
 
 

@@ -439,3 +439,22 @@ def test_a_clock_that_steps_back_does_not_prolong_the_wait(tmp_path: Path, monke
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: passed[0], sleep=sleep))
     rr.delete(stored.root, prefixes=["a"], progress=step_back)
     assert skew_s <= sum(clock.slept) <= 2 * skew_s + 0.2
+
+
+@pytest.mark.parametrize(
+    ("what", "files", "records", "hidden"),
+    [({"prefixes": ["a"]}, 4, 5, 0), ({"prefixes": ["a:1"]}, 0, 1, 1), ({"ids": ["a:1", "a:2"]}, 1, 2, 2)],
+)
+def test_a_record_that_was_compacted_counts_once(
+    tmp_path: Path, what: dict[str, Any], files: int, records: int, hidden: int
+) -> None:
+    stored = Stored(tmp_path / "data")
+    rows = [stored.row(f"a:{number}") for number in range(1, 5)]
+    inputs = [stored.shard(*rows[:2]), stored.shard(*rows[2:])]
+    stored.shard(*rows, inputs=inputs, level=1)
+    stored.put("a:9")
+    (planned,) = plan_delete(stored.root, **what)
+    report = rr.delete(stored.root, **what)
+    assert (len(planned.remove), planned.records, planned.hidden) == (files, records, hidden)
+    assert (report.files, report.records, report.hidden) == (files, records, hidden)
+    assert report.bytes == planned.bytes
