@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,11 +78,11 @@ def test_what_covers_is_accepted(coverage: str, recorded: Any, trainer: Any, opt
         (
             "S",
             199,
-            "has 199 rows and should have 200, 1 more: coverage='S' of 200 tokens.*with coverage='S-1' it would fit",
+            "has 199 rows and should have 200, 1 too few: coverage='S' of 200 tokens.*with coverage='S-1' it would fit",
         ),
-        ("S-1", 200, "has 200 rows and should have 199, 1 fewer.*with coverage='S' it would fit"),
-        ("S", 190, "should have 200, 10 more.*the last 10 added after the engine had stopped, say trailing="),
-        ("S", 203, "has 203 rows and should have 200, 3 fewer"),
+        ("S-1", 200, "has 200 rows and should have 199, 1 too many.*with coverage='S' it would fit"),
+        ("S", 190, "should have 200, 10 too few.*the last 10 added after the engine had stopped, say trailing="),
+        ("S", 203, "has 203 rows and should have 200, 3 too many"),
     ],
 )
 def test_another_number_says_by_how_much(coverage: str, rows: int, says: str) -> None:
@@ -90,7 +91,7 @@ def test_another_number_says_by_how_much(coverage: str, rows: int, says: str) ->
 
 
 def test_an_eos_that_was_fed_is_named() -> None:
-    with pytest.raises(rr.AlignmentError, match="has 200 rows and should have 199, 1 fewer: coverage='eos'"):
+    with pytest.raises(rr.AlignmentError, match="has 200 rows and should have 199, 1 too many: coverage='eos'"):
         align(record_of(None, 200), [*IDS[:-1], EOS], "eos", eos_ids=[EOS])
 
 
@@ -146,7 +147,7 @@ def test_a_part_of_a_record_is_compared_where_it_is() -> None:
         (IDS, {"coverage": "eos"}, "eos_ids="),
         (200, {"coverage": "ids"}, "compared with a number"),
         (200, {"trailing": 201}, "trailing=201: expected 0 to the 200"),
-        (IDS.reshape(2, 100), {}, r"int64 \[2, 100\]: expected integers \[S\]"),
+        (IDS.reshape(2, 100), {}, r"int64 \[2, 100\]: expected token ids, integers \[S\]"),
         (IDS.astype(float), {}, "float64"),
     ],
 )
@@ -173,3 +174,44 @@ def test_real_records_align_and_their_shift_is_told(tmp_path: Path) -> None:
         align(record, [9, 9, 9, *rollout.token_ids], "ids")
     (head,) = stored.dataset.heads(["code_0:0"])
     assert align(head, count).compared == 0
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "paddle"])
+def test_ids_and_numbers_may_be_arrays_and_tensors(name: str) -> None:
+    """A tensor of one id is no number: it would be taken for the length of the sample."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        framework = pytest.importorskip(name)
+    make = {
+        "numpy": np.array,
+        "torch": getattr(framework, "tensor", None),
+        "paddle": getattr(framework, "to_tensor", None),
+    }[name]
+    ids = IDS.tolist()
+    assert align(record_of(IDS), make(ids)).compared == 200
+    assert align(record_of(IDS), make(200)) == Alignment(200, 200, 0)
+    with pytest.raises(rr.AlignmentError, match="shifted by"):
+        align(record_of(IDS), make([*ids[1:], 3]))
+    with pytest.raises(rr.AlignmentError, match="of 1 tokens"):
+        align(record_of(None, 30), make([30]))
+    for wrong in (make([[1, 2]]), make([1.5]), make(1.5)):
+        with pytest.raises(rr.InvalidInputError, match="expected token ids"):
+            align(record_of(IDS), wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, "abc", 2.0, [[1], [1, 2]], ["a"], object()])
+def test_what_is_neither_ids_nor_a_number_is_refused(wrong: Any) -> None:
+    with pytest.raises(rr.InvalidInputError, match="expected token ids, integers"):
+        align(record_of(IDS), wrong)
+
+
+def test_ids_that_would_not_be_compared_are_refused(tmp_path: Path) -> None:
+    stored = Stored(tmp_path / "d")
+    row = stored.put("a:1", 5, vectors=True)
+    stored.put("b:1", 5)
+    heads = stored.dataset.heads(["a:1", "b:1"])
+    assert row.token_ids is not None
+    with pytest.raises(rr.InvalidInputError, match="'a:1': token ids were recorded, and a head does not carry them"):
+        align(heads[0], row.token_ids)
+    assert align(stored.dataset.get("a:1"), row.token_ids).compared == 5
+    assert align(heads[0], 5).compared == align(heads[1], row.token_ids).compared == 0

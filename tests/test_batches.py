@@ -161,3 +161,15 @@ def _no_warning_of_workers() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         yield
+
+
+def test_samples_of_several_lengths_in_a_loader_as_the_docstring_says(stored: Stored) -> None:
+    data = pytest.importorskip("torch.utils.data")
+    stored.put(IDS[5], 9)
+    made = RoutingBatches(RoutingSamples(stored.root, IDS), partial(rr.collate, spec=stored.spec))
+    loader = data.DataLoader(made, batch_size=None, sampler=BATCHES, collate_fn=rr.to_torch, num_workers=2)
+    found = list(loader)
+    assert [tuple(batch.routed_experts.shape) for batch in found] == [(4, 6, 4, 2), (2, 9, 4, 2)]
+    assert (found[1].mask.numpy()[1, 6:] == rr.RowKind.PADDING).all()
+    plain = data.DataLoader(RoutingSamples(stored.root, IDS), batch_size=6, collate_fn=list)
+    assert [len(sample["present"]) for sample in next(iter(plain))] == [6, 6, 6, 6, 6, 9]

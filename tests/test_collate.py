@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from stored import SPEC, Stored, expected
 import rr_dataset as rr
 from rr_dataset.padding import RowKind, padded_dtype, spread_rows
 from rr_dataset.trainer.collate import collate, to_paddle, to_torch
+from rr_dataset.trainer.samples import RoutingSamples, SampleOptions
 
 
 @pytest.fixture
@@ -156,3 +158,32 @@ def test_tensors_hold_the_numbers(framework: str, dtype: str, wanted: str, share
         make(array, "uint16")
     with pytest.raises(rr.InvalidInputError, match="dtype='int8' does not hold every"):
         make(array, "int8")
+
+
+@pytest.mark.parametrize("name", ["torch", "paddle"])
+def test_what_holds_arrays_becomes_the_same_with_tensors(name: str, stored: Stored) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        framework = pytest.importorskip(name)
+    convert = to_torch if name == "torch" else to_paddle
+    tensor = framework.Tensor
+    rows = [stored.put("a:1", 5, vectors=True), stored.put("a:2", 3, layers=(3, 4), vectors=True)]
+    batch = collate(stored.dataset.get_many(["a:1", "a:2"]), SPEC)
+    made = convert(batch, "int64")
+    assert isinstance(made, type(batch))
+    assert all(isinstance(each, tensor) for each in (made.routed_experts, made.mask, made.masks))
+    np.testing.assert_array_equal(made.routed_experts.numpy(), batch.routed_experts)
+    assert made.routed_experts.dtype == framework.int64
+    assert made.mask.dtype == framework.uint8
+    assert made.layers == SPEC.moe_layers
+    packed = convert(stored.dataset.get_packed(["a:1", "a:2"]), "int32")
+    np.testing.assert_array_equal(packed.experts[3][:5].numpy(), rows[0].routed_experts[0])
+    assert packed.experts[3].dtype == framework.int32
+    assert packed.cu_seqlens.tolist() == [0, 5, 8]
+    assert packed.masks[9].dtype == framework.uint8
+    sample = convert(RoutingSamples(stored.dataset, ["a:1"], SampleOptions(vectors=True))[0])
+    assert sample["request_id"] == "a:1"
+    assert all(isinstance(sample[key], tensor) for key in ("routed_experts", "present", "token_ids", "logprobs"))
+    for wrong in ([batch], "text", None, 3):
+        with pytest.raises(rr.InvalidInputError, match="expected a numpy array, or a Batch"):
+            convert(wrong)

@@ -112,3 +112,35 @@ def test_a_tensor_of_numbers(stored: Stored) -> None:
     torch = pytest.importorskip("torch")
     feeder = RankFeeder(stored.dataset, IDS)
     assert feeder.feed(torch.from_numpy(IDS.numbers([3])))[0]["request_id"] == IDS[3]
+
+
+def test_a_rank_without_moe_layers_is_fed_too(stored: Stored) -> None:
+    ranks = Ranks(3)
+    made = feeders(stored, ranks)
+    made[1].options = SampleOptions(layers=())
+    results = ranks.run(lambda rank: made[rank].feed(IDS.numbers([1])))
+    assert [each[0]["routed_experts"].shape for each in results] == [(2, 5, 2), (0, 5, 2), (1, 5, 2)]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_a_rank_that_is_interrupted_leaves_nobody_waiting(
+    kind: type[BaseException], stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(3)
+    made = feeders(stored, ranks)
+
+    def interrupted(_: object) -> None:
+        raise kind("stopped")
+
+    def feed(rank: int) -> object:
+        try:
+            return made[rank].feed(IDS.numbers([0]))
+        except kind:
+            return "went down"
+
+    monkeypatch.setattr(made[2], "_read", interrupted)
+    first, second, third = ranks.run(feed)
+    assert third == "went down"
+    for other in (first, second):
+        assert isinstance(other, rr.RoutingDatasetError)
+        assert f"rank 2 of 3: {kind.__name__}: stopped" in str(other)

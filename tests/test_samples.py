@@ -393,3 +393,24 @@ def _no_warning_of_workers() -> Iterator[None]:
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # more than there are cores
         yield
+
+
+@pytest.mark.parametrize("every_time", [False, True])
+def test_a_record_that_grows_between_two_reads_is_cut_by_its_own_length(every_time: bool, stored: Stored) -> None:
+    """The shares of one read are never laid over the record of another."""
+    lengths = iter(range(8, 1000, 2))
+    grown: list[int] = []
+
+    def half(count: int) -> slice:
+        if every_time or not grown:
+            grown.append(next(lengths))
+            stored.put(IDS[0], grown[-1])
+        return slice(0, count // 2)
+
+    samples = RoutingSamples(stored.dataset, IDS, SampleOptions(tokens=half, lengths="S"))
+    if every_time:
+        with pytest.raises(rr.ReadConflictError, match="put again, of another length"):
+            samples[0]
+    else:
+        sample = samples[0]
+        assert (sample["num_tokens"], sample["routed_experts"].shape[1]) == (8, 4)

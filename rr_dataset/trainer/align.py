@@ -25,6 +25,7 @@ COVERAGES = {
 }
 MAX_SHIFT = 1024  # tokens, of which an error looks for a shift
 _SURE = 8  # ids that must agree before a shift is named
+_EXPECTED = "expected token ids, integers [S] in host memory, or their number"
 
 Ids = npt.NDArray[np.int64]
 
@@ -32,7 +33,7 @@ Ids = npt.NDArray[np.int64]
 class Alignment(NamedTuple):
     """What `align` found. Of the trainer's `num_tokens` tokens the first `recorded` have a row, the others are missing.
 
-    compared: how many token ids both sides had; 0 says that only numbers were compared.
+    compared: how many token ids both sides had; 0 says that only numbers were compared: none were recorded, or none given.
     """
 
     num_tokens: int
@@ -50,8 +51,9 @@ def align(
 ) -> Alignment:
     """Check that row p of the record is of the trainer's token p, for all rows that were read.
 
-    record: whole, or a part of its tokens; a head has no token ids.
-    tokens: the trainer's token ids of the whole sample, integers [S], or only their number S.
+    record: whole, or a part of its tokens. A head carries no token ids: give their number with one.
+    tokens: the trainer's token ids of the whole sample, integers [S], a list, an array or a tensor in host memory; or only their
+        number S, an integer or an array or tensor without dimensions.
     coverage: which tokens have a row, one of `COVERAGES`. "eos" needs `eos_ids` and the trainer's ids; "ids" needs ids on both
         sides, and takes records that end before or after the trainer's tokens do.
     trailing: so many tokens at the end were added after the engine had stopped, such as the output of a tool; they have no
@@ -59,15 +61,20 @@ def align(
 
     Nothing is moved or guessed: tokens without a row are missing, for `collate(num_tokens=[alignment.num_tokens])`.
     Raises AlignmentError when numbers or ids differ, with the shift or the first difference. InvalidInputError for arguments
-    that do not go together.
+    that do not go together, such as token ids with a head whose record has some.
     """
     if coverage not in COVERAGES:
         raise InvalidInputError(f"coverage={coverage!r}: expected one of {', '.join(COVERAGES)}")
-    ids = None if isinstance(tokens, SupportsIndex) and not isinstance(tokens, np.ndarray) else _ids(tokens)
-    count = operator.index(tokens) if ids is None else len(ids)  # type: ignore[arg-type]
+    ids = _ids(tokens)
+    count = _number(tokens) if ids is None else len(ids)
     if not 0 <= trailing <= count:
         raise InvalidInputError(f"trailing={trailing}: expected 0 to the {count} tokens of the sample")
     generated = count - trailing
+    if ids is not None and not isinstance(record, RoutingRecord) and any(row.has_token_ids for row in record.rows):
+        raise InvalidInputError(
+            f"{record.request_id!r}: token ids were recorded, and a head does not carry them, so yours would not be compared: pass "
+            "the record (`get`), or only the number of tokens"
+        )
     compared = 0 if ids is None else compare_ids(record, ids)
     if coverage == "ids":
         if not compared and min(record.num_tokens, count):
@@ -135,11 +142,26 @@ def _shift(recorded: Ids, ids: Ids, first: int) -> int:
     return 0
 
 
-def _ids(tokens: Any) -> Ids:
-    ids = np.asarray(tokens)
+def _ids(tokens: Any) -> Ids | None:
+    """The token ids, or None for a number. Tensors of any shape can be taken for numbers, so dimensions decide."""
+    if getattr(tokens, "ndim", 0 if isinstance(tokens, SupportsIndex) else None) == 0:
+        return None
+    try:
+        ids = np.asarray(tokens)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(
+            f"tokens is a {type(tokens).__name__} that numpy cannot read: {_EXPECTED} ({error})"
+        ) from error
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise InvalidInputError(f"tokens is {ids.dtype} {list(ids.shape)}: expected integers [S], or their number")
+        raise InvalidInputError(f"tokens is {ids.dtype} {list(ids.shape)}: {_EXPECTED}")
     return ids.astype(np.int64, copy=False)
+
+
+def _number(tokens: Any) -> int:
+    try:
+        return operator.index(tokens.item() if hasattr(tokens, "ndim") else tokens)
+    except (TypeError, RuntimeError):
+        raise InvalidInputError(f"tokens={tokens!r}: {_EXPECTED}") from None
 
 
 def _rows(coverage: str, generated: int, ids: Ids | None, eos_ids: Sequence[int]) -> int:
@@ -163,6 +185,6 @@ def _wrong_number(record: RecordHead, coverage: str, generated: int, expected: i
     elif rows < generated:
         hint = f"; were the last {generated - rows} added after the engine had stopped, say trailing="
     return (
-        f"{record.request_id!r} has {rows} rows and should have {expected}, {abs(more)} {'fewer' if more > 0 else 'more'}: "
+        f"{record.request_id!r} has {rows} rows and should have {expected}, {abs(more)} too {'many' if more > 0 else 'few'}: "
         f"coverage={coverage!r} of {generated} tokens, {COVERAGES[coverage]}{hint}"
     )

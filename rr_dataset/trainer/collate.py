@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from rr_dataset.shard.tiling import copy_tiles
 ORDERS = ("BTLK", "BLTK")
 # Paddle reads numpy's uint16 as bfloat16 and has no uint32; torch has both and hardly an operator for them.
 _INSTEAD = {"uint16": "int32", "uint32": "int64"}
+_OF_EXPERTS = ("routed_experts", "experts")  # names of expert ids, in batches and samples
 
 
 class Batch(NamedTuple):
@@ -98,18 +99,39 @@ def collate(
     return Batch(experts, mask, masks, layers)
 
 
-def to_torch(array: npt.NDArray[Any], dtype: str | None = None) -> Any:
+def to_torch(value: Any, dtype: str | None = None) -> Any:
     """A torch tensor of the same memory where torch can use its dtype, else of a wider copy: uint16 as int32, uint32 as int64.
 
-    dtype: another integer dtype that holds every value, such as "int64" for indexing. An array that is read-only or not
-    C-contiguous is copied. Raises InvalidInputError for a dtype that is too narrow.
+    value: an array; or what holds some, a `Batch`, a `Packed` or a `Sample`: the same with tensors in their place.
+    dtype: another integer dtype that holds every value, such as "int64" for indexing; of a value that holds arrays it is that of
+        the expert ids. An array that is read-only or not C-contiguous is copied.
+
+    Raises InvalidInputError for a dtype that is too narrow, or a value that has no arrays.
     """
-    return importlib.import_module("torch").from_numpy(_usable(array, dtype))
+    return _converted(value, dtype, importlib.import_module("torch").from_numpy)
 
 
-def to_paddle(array: npt.NDArray[Any], dtype: str | None = None) -> Any:
+def to_paddle(value: Any, dtype: str | None = None) -> Any:
     """A paddle tensor in host memory, as `to_torch`. (`paddle.to_tensor` copies, and takes numpy's uint16 for bfloat16.)"""
-    return importlib.import_module("paddle").from_dlpack(_usable(array, dtype))
+    return _converted(value, dtype, importlib.import_module("paddle").from_dlpack)
+
+
+def _converted(value: Any, dtype: str | None, tensor: Callable[[npt.NDArray[Any]], Any]) -> Any:
+    if isinstance(value, np.ndarray):
+        return tensor(_usable(value, dtype))
+    named = isinstance(value, tuple) and hasattr(value, "_asdict")
+    if not named and not isinstance(value, Mapping):
+        raise InvalidInputError(
+            f"value is a {type(value).__name__}: expected a numpy array, or a Batch, Packed or Sample of arrays"
+        )
+    fields = value._asdict() if named else value
+    made = {
+        name: _converted(each, dtype if name in _OF_EXPERTS or not isinstance(name, str) else None, tensor)
+        if isinstance(each, (np.ndarray, Mapping))
+        else each
+        for name, each in fields.items()
+    }
+    return type(value)(**made) if named else made
 
 
 def _usable(array: npt.NDArray[Any], dtype: str | None) -> npt.NDArray[Any]:

@@ -64,7 +64,7 @@ class RankFeeder:
             others.
 
         Either every rank gets its samples or every rank raises: what failed here as it is, what failed on another rank as an
-        error of the same class that names the rank. No rank is left waiting.
+        error of the same class that names the rank. No rank is left waiting, not even by one that is interrupted while it reads.
         Raises InvalidInputError for numbers of another list, or where ranks disagree, and as `RoutingDataset.get_many`.
         """
         _, everywhere = self._together(lambda: None if numbers is None else as_numbers(numbers), lambda given: given)
@@ -91,12 +91,12 @@ class RankFeeder:
 
     def _together(self, work: Callable[[], _T], tell: Callable[[_T], Any]) -> tuple[_T, list[Any]]:
         """The result of `work`, and what each rank tells of its own. Each takes part in the collective, whatever befell it."""
-        failure: Exception | None = None
+        failure: BaseException | None = None
         told = None
         try:
             result = work()
             told = tell(result)
-        except Exception as error:  # noqa: BLE001 -- raised below, once the others have heard of it
+        except BaseException as error:  # noqa: BLE001 -- Ctrl-C too; raised below, once the others have heard of it
             failure = error
         if self._gather is not None:
             reason = None if failure is None else (type(failure).__name__, str(failure))

@@ -4,6 +4,11 @@
     torch.utils.data.DataLoader(samples, batch_size=8, num_workers=2)                       # reads a batch at once
     paddle.io.DataLoader(samples, num_workers=2, **whole_batches(batch_sampler, collate))   # so does this
 
+Samples of several lengths need a `collate_fn` of yours (`list` gives them as they are), for default ones stack; or let
+
+    batches = RoutingBatches(samples, functools.partial(rr.collate, spec=spec))             # one padded `Batch` of any lengths
+    torch.utils.data.DataLoader(batches, batch_size=None, sampler=batch_sampler, collate_fn=rr.to_torch, num_workers=2)
+
 `RoutingBatches` (batches.py) saves copies. Neither framework is imported. A worker holds a batch twice, as it was read and as it
 was collated (the loader's shared memory holds `prefetch_factor` more of them per worker), and an index cache of at most 256 MB.
 What the dataset object of the parent knew before workers are forked (by `wait_for`, `heads` or a read) they share with it.
@@ -23,7 +28,14 @@ import numpy as np
 import numpy.typing as npt
 
 from rr_dataset.dataset import RoutingDataset, open_dataset
-from rr_dataset.errors import AlignmentError, InvalidInputError, NotFoundError, RoutingDatasetError
+from rr_dataset.errors import (
+    AlignmentError,
+    InvalidInputError,
+    NotFoundError,
+    ReadConflictError,
+    RoutingDatasetError,
+)
+from rr_dataset.lookup import listed
 from rr_dataset.payload import NO_LOGPROB, NO_TOKEN_ID
 from rr_dataset.record import LAYOUTS, RecordHead, RoutingRecord
 from rr_dataset.selection import Share, Tokens, token_ranges
@@ -31,6 +43,7 @@ from rr_dataset.trainer.idlist import IdList
 from rr_dataset.trainer.prefetch import Prefetch
 
 PREFETCH_BYTES = 256 << 20
+_TRIES = 5  # reads of records that are put again meanwhile
 
 PRESENT = ("tokens", "layers", "none")
 
@@ -229,11 +242,14 @@ def _read(
     read = dataset.resolve if refs else dataset.get_many
     if not callable(options.tokens):
         return [(record, Share(record.token_ranges)) for record in read(keys, options.layers, options.tokens)]
-    heads = read(keys, options.layers, slice(0, 0))
-    shares = [options.share(head) for head in heads]
-    tokens = [share.recorded(head.num_tokens) for share, head in zip(shares, heads, strict=True)]
-    records = read(keys, options.layers, tokens)
-    return list(zip(records, shares, strict=True))
+    for _ in range(_TRIES):
+        heads = read(keys, options.layers, slice(0, 0))
+        shares = [options.share(head) for head in heads]
+        tokens = [share.recorded(head.num_tokens) for share, head in zip(shares, heads, strict=True)]
+        records = read(keys, options.layers, tokens)
+        if all(record.num_tokens == head.num_tokens for record, head in zip(records, heads, strict=True)):
+            return list(zip(records, shares, strict=True))
+    raise ReadConflictError(f"{listed(keys)}: put again, of another length, in each of {_TRIES} reads")
 
 
 def as_sample(
