@@ -16,13 +16,18 @@ SPEC = rr.RoutingSpec(moe_layers=(1, 2, 4), num_experts=300, top_k=2)
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> list[rr.RoutingRecord]:
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("convert") / "d"
     chance = np.random.default_rng(0)
     with rr.RoutingWriter(path, create=SPEC) as writer:
         for name, tokens in (("a", 5), ("b", 7)):
             writer.put(f"{name}:0:0:0", np.argsort(chance.random((tokens, 3, 300)), axis=-1)[..., :2])
         writer.put("hole:0:0:0", np.argsort(chance.random((4, 3, 300)), axis=-1)[..., :2], missing=[(1, 3)])
+    return path
+
+
+@pytest.fixture(scope="module")
+def records(path: Path) -> list[rr.RoutingRecord]:
     return rr.open_dataset(path).get_many(["a:0:0:0", "b:0:0:0", "hole:0:0:0"])
 
 
@@ -77,3 +82,39 @@ def test_missing_rows_are_refused_or_spread(records: Any) -> None:
     assert len(np.unique(filled)) == filled.size
     with pytest.raises(InvalidRoutingError, match="missing"):
         to_verl([hole], SPEC, prompt_tokens=[1], prompt_width=1, response_width=4)
+
+
+@pytest.mark.parametrize("tokens", [slice(2, None), [(0, 1), (3, 5)], [(3, 5), (0, 3)]])
+def test_rows_that_do_not_begin_at_token_0_are_refused(path: Path, tokens: Any) -> None:
+    part = rr.open_dataset(path).get("a:0:0:0", tokens=tokens)
+    with pytest.raises(InvalidRoutingError, match="'a:0:0:0' was read with tokens"):
+        to_verl([part], SPEC, prompt_tokens=[1], prompt_width=4, response_width=9)
+    with pytest.raises(InvalidRoutingError, match="'a:0:0:0' was read with tokens"):
+        to_slime(part, SPEC, num_tokens=part.token_ranges[0][1] + 1, num_layers=6)
+    assert to_slime(
+        rr.open_dataset(path).get("a:0:0:0", tokens=[(0, 2), (2, 4)]), SPEC, num_tokens=5, num_layers=6
+    ).any()
+
+
+def test_ids_that_a_form_cannot_hold_are_refused(path: Path, records: Any) -> None:
+    for experts in (32768, 40000):
+        spec = rr.RoutingSpec(moe_layers=(1, 2, 4), num_experts=experts, top_k=2)
+        if experts == 32768:
+            assert to_verl(records[:1], spec, prompt_tokens=[2], prompt_width=6, response_width=4).any()
+        else:
+            with pytest.raises(InvalidRoutingError, match="40000 experts: verl's int16"):
+                to_verl(records[:1], spec, prompt_tokens=[2], prompt_width=6, response_width=4)
+    padded = rr.open_dataset(path).get_packed(["a:0:0:0"], pad_to_multiple=8, padding="minus_one").experts
+    with pytest.raises(InvalidRoutingError, match=r"layer 1, row 5: \[-1, -1\] has a negative id"):
+        to_megatron(padded)
+    for wrong in (padded[1].astype(float), padded[1][None]):
+        with pytest.raises(InvalidRoutingError, match=r"layer 1: .*expected integers \[rows, top_k\]"):
+            to_megatron({1: wrong})
+
+
+def test_a_spec_of_another_dataset_and_an_unknown_word_are_refused(records: Any) -> None:
+    for spec in (rr.RoutingSpec((1, 2, 4), 300, 1), rr.RoutingSpec((1, 2), 300, 2)):
+        with pytest.raises(InvalidRoutingError, match="another dataset|not MoE layers"):
+            to_slime(records[0], spec, num_tokens=5, num_layers=6)
+    with pytest.raises(InvalidInputError, match="missing='Refuse'"):
+        to_slime(records[2], SPEC, num_tokens=4, num_layers=6, missing="Refuse")  # type: ignore[arg-type]

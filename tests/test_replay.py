@@ -18,7 +18,7 @@ from rr_dataset.errors import InvalidInputError, InvalidRoutingError
 from rr_dataset.padding import RowKind
 from rr_dataset.trainer.collate import collate
 from rr_dataset.trainer.replay import RoutingReplay, replay
-from rr_dataset.trainer.replay.layers import by_layer
+from rr_dataset.trainer.replay.layers import by_layer, claimed
 from rr_dataset.trainer.replay.schedule import Schedule
 
 SPEC = rr.RoutingSpec(moe_layers=(1, 2, 5), num_experts=8, top_k=2)
@@ -29,6 +29,7 @@ class Numpy:
     """A framework whose tensors are arrays and whose model is a list of layer ids."""
 
     backward = False
+    gradients = True
 
     @contextmanager
     def hook(self, replay: RoutingReplay, model: list[int], gates: Mapping[int, Any] | None) -> Iterator[list[int]]:
@@ -36,6 +37,9 @@ class Numpy:
 
     def in_backward(self) -> bool:
         return self.backward
+
+    def with_gradients(self) -> bool:
+        return self.gradients
 
     def load(self, array: npt.NDArray[Any], live: Any) -> Any:
         return array
@@ -67,7 +71,7 @@ class TestSchedule:
         cuts = data.draw(st.lists(st.integers(1, 5), max_size=3, unique=True).map(sorted))
         segments = [list(range(a, b)) for a, b in zip([0, *cuts], [*cuts, 6], strict=True)]
         batches = data.draw(st.integers(1, 4))
-        schedule: Schedule[int] = Schedule(range(6))
+        schedule: Schedule[int] = Schedule([range(6)], ahead=True)
         kept: dict[tuple[int, int], Any] = {}
         waiting = deque(range(batches))
         for batch in range(batches):
@@ -77,58 +81,94 @@ class TestSchedule:
                 batch = waiting.popleft()
                 for number, layers in enumerate(segments):
                     kept[batch, number] = schedule.enter()
-                    assert [schedule.take(layer, in_backward=False) for layer in layers] == [(batch, False)] * len(
-                        layers
-                    )
+                    assert [schedule.take(layer, in_backward=False, gradients=True) for layer in layers] == [
+                        (batch, False)
+                    ] * len(layers)
             else:
                 batch = data.draw(st.sampled_from(sorted({batch for batch, _ in kept})))
                 for number in reversed(range(len(segments))):
                     before = schedule.enter()
                     schedule.restore(kept.pop((batch, number)))
                     for layer in segments[number]:
-                        assert schedule.take(layer, in_backward=True) == (batch, True)
+                        assert schedule.take(layer, in_backward=True, gradients=True) == (batch, True)
                     schedule.restore(before)
         assert not schedule.waiting()
 
     def test_stages_may_be_at_different_micro_batches(self) -> None:
-        schedule: Schedule[str] = Schedule([0, 1])
+        schedule: Schedule[str] = Schedule([[0], [1]], ahead=True)
         for batch in "abc":
             schedule.queue(batch)
-        taken = [schedule.take(layer, in_backward=False)[0] for layer in (0, 0, 1, 0, 1, 1)]
+        taken = [schedule.take(layer, in_backward=False, gradients=True)[0] for layer in (0, 0, 1, 0, 1, 1)]
         assert taken == ["a", "b", "a", "c", "b", "c"]
 
     def test_a_forward_between_does_not_change_what_a_segment_remembers(self) -> None:
-        schedule: Schedule[str] = Schedule([0])
+        schedule: Schedule[str] = Schedule([[0]], ahead=True)
         schedule.queue("trained")
         schedule.queue("evaluated")
         scope = schedule.enter()
-        schedule.take(0, in_backward=False)
-        schedule.take(0, in_backward=False)  # outside of any segment
+        schedule.take(0, in_backward=False, gradients=True)
+        schedule.take(0, in_backward=False, gradients=True)  # outside of any segment
         schedule.restore(scope)
-        assert schedule.take(0, in_backward=True) == ("trained", True)
+        assert schedule.take(0, in_backward=True, gradients=True) == ("trained", True)
 
-    def test_without_a_scope_one_in_flight_is_enough_and_two_are_refused(self) -> None:
-        schedule: Schedule[str] = Schedule([0])
-        for batch in "abcd":
+    def test_without_a_scope_it_is_refused_until_somebody_says_which(self) -> None:
+        """Also with one in flight: it may be another's second backward."""
+        schedule: Schedule[str] = Schedule([[0]])
+        schedule.queue("a")
+        assert schedule.take(0, in_backward=False, gradients=True) == ("a", False)
+        with pytest.raises(InvalidInputError, match="layer 0 .*nothing says for which micro-batch"):
+            schedule.take(0, in_backward=True, gradients=True)
+        schedule.recomputing = "a"
+        assert schedule.take(0, in_backward=True, gradients=True) == ("a", True)
+
+    @given(st.lists(st.sampled_from("fsx"), max_size=12), st.integers(0, 3))
+    def test_whatever_forwards_end_early_every_layer_has_the_rows_of_one_micro_batch(
+        self, fates: list[str], broken: int
+    ) -> None:
+        """f: whole. s: ends early before layer `broken`. x: never starts. The next push says so, and abandon goes on."""
+        schedule: Schedule[int] = Schedule([range(3)])
+        for batch, fate in enumerate(fates):
+            try:
+                schedule.queue(batch)
+            except InvalidInputError:
+                assert fates[batch - 1] == "x" or (fates[batch - 1] == "s" and broken < 3)
+                schedule.abandon(batch - 1)
+                schedule.queue(batch)
+            else:
+                assert not batch or fates[batch - 1] == "f" or (fates[batch - 1] == "s" and broken == 3)
+            for layer in range({"f": 3, "s": broken, "x": 0}[fate]):
+                assert schedule.take(layer, in_backward=False, gradients=True) == (batch, False)
+
+    def test_a_forward_after_one_that_ended_early_is_refused_also_with_more_queued(self) -> None:
+        schedule: Schedule[str] = Schedule([[0, 1, 2]], ahead=True)
+        for batch in "abc":
             schedule.queue(batch)
+        schedule.take(0, in_backward=False, gradients=True)
+        with pytest.raises(InvalidInputError, match=r"would take b, but layers \[1, 2\] still wait for a"):
+            schedule.take(0, in_backward=False, gradients=True)
+        schedule.abandon("a")
+        for batch in "bc":
+            assert [schedule.take(i, in_backward=False, gradients=True)[0] for i in range(3)] == [batch] * 3
+
+    def test_an_evaluation_among_queued_forwards_is_seen(self) -> None:
+        schedule: Schedule[str] = Schedule([[0]], ahead=True)
         for batch in "ab":
-            assert schedule.take(0, in_backward=False) == (batch, False)
-            assert schedule.take(0, in_backward=True) == (batch, True)
-        schedule.take(0, in_backward=False)
-        schedule.take(0, in_backward=False)
-        with pytest.raises(InvalidInputError, match="several micro-batches in flight.*checkpoint_contexts"):
-            schedule.take(0, in_backward=True)
-        schedule.recomputing = "c"
-        assert schedule.take(0, in_backward=True) == ("c", True)
+            schedule.queue(batch)
+        schedule.take(0, in_backward=False, gradients=False)
+        with pytest.raises(InvalidInputError, match="called with gradients .*paused"):
+            schedule.take(0, in_backward=False, gradients=True)
+        schedule.abandon(None)
+        schedule.queue("c")
+        assert schedule.take(0, in_backward=False, gradients=True) == ("c", False)
 
     def test_another_path_the_second_time_is_refused(self) -> None:
-        schedule: Schedule[str] = Schedule([0, 1])
+        schedule: Schedule[str] = Schedule([[0, 1]])
         schedule.queue("a")
         scope = schedule.enter()
-        schedule.take(0, in_backward=False)
+        schedule.take(0, in_backward=False, gradients=True)
         schedule.restore(scope)
         with pytest.raises(InvalidInputError, match="layer 1 .*another path"):
-            schedule.take(1, in_backward=True)
+            schedule.take(1, in_backward=True, gradients=True)
 
 
 class TestRows:
@@ -166,6 +206,15 @@ class TestRows:
             replay.push(ids, mask)
             assert replay.choose(1, LIVE).tolist() == [*ids[:2, 0].tolist(), [6, 7], ids[3, 0].tolist()]
         assert (replay.metrics().rows, replay.metrics().replayed) == (4, 3)
+
+    def test_a_mask_that_leaves_out_a_layer_or_has_an_unknown_kind_is_refused(self, framework: Numpy) -> None:
+        kinds = np.full(4, RowKind.MISSING, np.uint8)
+        replay = RoutingReplay(SPEC)
+        with replay.attach([1, 2]):
+            with pytest.raises(InvalidInputError, match=r"mask has no rows for layers \[2\]"):
+                replay.push(routing(), {1: kinds})
+            with pytest.raises(InvalidInputError, match="mask has the value 7: .*2 REAL"):
+                replay.push(routing(), kinds + 6)
 
     def test_padding_counts_nowhere_and_is_spread_or_live(self, framework: Numpy) -> None:
         ids = routing()
@@ -260,6 +309,55 @@ class TestConsumption:
         with pytest.raises(ZeroDivisionError), replay.attach([1]):
             replay.push(routing()).layers[1 // 0]
 
+    def test_what_a_failed_forward_left_is_told_at_the_next_push_and_abandoned(self, framework: Numpy) -> None:
+        replay = RoutingReplay(SPEC)
+        with replay.attach([1, 2]):
+            replay.push(routing(0))
+            replay.choose(1, LIVE)
+            with pytest.raises(InvalidInputError, match=r"MicroBatch\(0\) is still waiting .*\[2\].*abandon"):
+                replay.push(routing(1))
+            replay.abandon()
+            replay.push(routing(1))
+            for layer, at in ((1, 0), (2, 1)):
+                assert replay.choose(layer, LIVE).tolist() == routing(1)[:, at].tolist()
+            replay.check_consumed()
+            skipped = replay.push(routing(2))
+            for _ in range(2):
+                replay.abandon(skipped)
+
+    def test_virtual_stages_run_free_of_one_another(self, framework: Numpy) -> None:
+        replay = RoutingReplay(SPEC)  # layers 1 and 5 do not follow each other
+        with replay.attach([1, 5], ahead=True):
+            for i in range(2):
+                replay.push(routing(i))
+            for i, layer in ((0, 1), (1, 1), (0, 5), (1, 5)):
+                assert replay.choose(layer, LIVE).tolist() == routing(i)[:, {1: 0, 5: 2}[layer]].tolist()
+
+    def test_a_paused_forward_is_live_and_takes_nothing(self, framework: Numpy) -> None:
+        replay = RoutingReplay(SPEC)
+        with replay.attach([1]):
+            replay.push(routing())
+            with replay.paused():
+                assert replay.choose(1, LIVE) is LIVE
+            framework.gradients = False  # replayed as well: log-probabilities of the old policy
+            assert replay.choose(1, LIVE).tolist() == routing()[:, 0].tolist()
+
+    def test_own_routers_are_those_of_the_spec_or_of_this_stage(self, framework: Numpy) -> None:
+        replay = RoutingReplay(SPEC)
+        assert replay.choose(1, LIVE) is LIVE, "outside of attach a block routes as ever"
+        for own, at in ((True, (1, 2, 5)), ([2], (2,))):
+            with replay.attach([], own=own):
+                replay.push(routing())
+                with pytest.raises(InvalidInputError, match="layer 7 is not replayed"):
+                    replay.choose(7, LIVE)
+                for wrong in (LIVE * 0.5, LIVE.tolist(), None):
+                    with pytest.raises(InvalidInputError, match="layer 2: expected the ids"):
+                        replay.choose(2, wrong)
+                for layer in at:
+                    replay.choose(layer, LIVE)
+        with pytest.raises(InvalidInputError, match="one of them"), replay.attach([], {1: None}, own=True):
+            pass
+
     def test_nothing_replayed_is_an_error(self, framework: Numpy) -> None:
         replay = RoutingReplay(SPEC)
         with replay.attach([1]):
@@ -335,10 +433,20 @@ class TestLayers:
         found = by_layer(modules, ["layers.0.mlp.gate", "layers.1.mlp.gate"], last=9)
         assert found == {1: "b", 7: "a"}
 
-    def test_layers_behind_the_last_are_left_alone(self) -> None:
-        assert by_layer({"layers.4.gate": "a", "layers.5.gate": "mtp"}, ["layers.4.gate", "layers.5.gate"], 4) == {
-            4: "a"
-        }
+    def test_layers_behind_the_last_are_left_alone_and_named(self) -> None:
+        with pytest.warns(rr.RoutingDatasetWarning, match=r"last layer is 4.*layers\.5\.gate"):
+            found = by_layer({"layers.4.gate": "a", "layers.5.gate": "mtp"}, ["layers.4.gate", "layers.5.gate"], 4)
+        assert found == {4: "a"}
+
+    def test_a_router_is_hooked_once(self) -> None:
+        a, b = Block(), Block()
+        with pytest.raises(InvalidInputError, match="layers 0 and 2 have one router"), claimed({0: a, 1: b, 2: a}):
+            pass
+        hooked_twice = pytest.raises(InvalidInputError, match="router of layer 5 is hooked already")
+        with claimed({0: a, 1: b}), hooked_twice, claimed({5: b}):
+            pass
+        with claimed({5: b}):
+            pass
 
     def test_two_of_one_layer_and_none_are_refused(self) -> None:
         with pytest.raises(InvalidInputError, match="both are the router of layer 3"):

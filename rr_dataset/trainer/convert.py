@@ -13,7 +13,7 @@ both replay it. So rows that are missing are refused here, unless `missing="spre
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,8 @@ def to_megatron(
         by default. (Megatron's own layer_number starts at 1.)
 
     Megatron-LM gathers scores with the array, so it must be int64; its list for backwards is first-in-first-out, so micro-batches
-    are set in the order of their forwards. Raises InvalidInputError for a layer without rows, or rows of different counts.
+    are set in the order of their forwards. Raises InvalidInputError for a layer without rows; InvalidRoutingError for rows of
+    different counts, for what are no ids, and for the -1 of padding="minus_one", which nothing can gather.
     """
     order = sorted(rows) if layers is None else list(layers)
     lacking = [layer for layer in order if layer not in rows]
@@ -44,6 +45,16 @@ def to_megatron(
     shapes = {rows[layer].shape for layer in order}
     if len(shapes) > 1:
         raise InvalidRoutingError(f"the layers differ in shape: {sorted(shapes)}")
+    for layer in order:
+        ids = rows[layer]
+        if ids.ndim != 2 or ids.dtype.kind not in "iu":
+            raise InvalidRoutingError(f"layer {layer}: {ids.dtype} {list(ids.shape)}, expected integers [rows, top_k]")
+        unreal = (ids < 0).any(axis=1)
+        if unreal.any():
+            raise InvalidRoutingError(
+                f"layer {layer}, row {int(np.argmax(unreal))}: {ids[np.argmax(unreal)].tolist()} has a negative id, and Megatron-LM has no "
+                'mark for a row without one: read with padding="spread", or train without these tokens'
+            )
     return [np.ascontiguousarray(rows[layer], np.int64) for layer in order]
 
 
@@ -63,8 +74,11 @@ def to_verl(
     token's row; verl does not use it.
     num_layers: with it the layer axis has all layers of the model and zeros in dense ones; without it, those of the records.
 
-    Raises InvalidRoutingError where tokens do not fit, or rows are missing and `missing` is "refuse".
+    Raises InvalidRoutingError where tokens do not fit, where a record was not read from its first token on, where rows are
+    missing and `missing` is "refuse", and for more experts than int16 can name.
     """
+    if spec.num_experts - 1 > np.iinfo(np.int16).max:
+        raise InvalidRoutingError(f"{spec.num_experts} experts: verl's int16 names 32768 at most")
     layers = _layers(records, spec)
     wide = len(layers) if num_layers is None else num_layers
     out = np.zeros((len(records), prompt_width + response_width, wide, spec.top_k), np.int16)
@@ -87,7 +101,8 @@ def to_slime(
     num_tokens: of the sample, prompt and response. slime indexes the layer axis with the model's 0-based layer id and asserts that
     there is one row less than tokens.
 
-    Raises InvalidRoutingError if the record has fewer rows, or rows are missing and `missing` is "refuse".
+    Raises InvalidRoutingError if the record has fewer rows or was not read from its first token on, or rows are missing and
+    `missing` is "refuse".
     """
     rows = _rows(record, spec, missing)
     if len(rows) not in (num_tokens - 1, num_tokens):
@@ -105,7 +120,22 @@ def _layers(records: Sequence[RoutingRecord], spec: RoutingSpec) -> tuple[int, .
 
 
 def _rows(record: RoutingRecord, spec: RoutingSpec, missing: Missing) -> npt.NDArray[Any]:
-    """[tokens, layers, top_k] of a record."""
+    """[tokens, layers, top_k] of a record, row t of token t."""
+    if missing not in get_args(Missing):
+        raise InvalidInputError(f"missing={missing!r}: expected one of {', '.join(get_args(Missing))}")
+    expected = 0
+    for start, stop in record.token_ranges:
+        if start != expected:
+            raise InvalidRoutingError(
+                f"{record.request_id!r} was read with tokens {list(record.token_ranges)}: rows are put down from token 0 on, so read "
+                "them from there without a gap"
+            )
+        expected = stop
+    spec.check_layers(record.layers)
+    if record.routed_experts.shape[-1] != spec.top_k:
+        raise InvalidRoutingError(
+            f"{record.request_id!r} has {record.routed_experts.shape[-1]} ids a token, the spec {spec.top_k}: it is of another dataset"
+        )
     rows: npt.NDArray[Any] = record.to_numpy("TLK")
     absent = ~record.present().T
     if absent.any():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ import rr_dataset as rr
 from rr_dataset.trainer.replay import RoutingReplay
 
 torch = framework("torch")
+checkpoint = framework("torch.utils.checkpoint")
 qwen3 = framework("transformers.models.qwen3_moe.modeling_qwen3_moe")
 if not hasattr(qwen3, "Qwen3MoeTopKRouter"):
     pytest.skip("transformers before 5 routes within the block", allow_module_level=True)
@@ -89,18 +93,35 @@ def test_recorded_by_the_model_itself_replay_changes_nothing(scaled: bool) -> No
     assert replay.metrics().agreement[1] == 1.0
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
-def test_recomputed_micro_batches_in_flight_get_their_own_rows(order: tuple[int, ...]) -> None:
-    model = made()
+def wanted_of(model: Any, batches: int) -> list[dict[str, Any]]:
+    """Gradients of each micro-batch, without any checkpointing."""
+    wanted = []
     replay = RoutingReplay(spec_of(model))
     with replay.attach(model):
-        wanted = []
-        for i in range(3):
+        for i in range(batches):
             replay.push(chosen(i, 10))
             model(tokens(i)).logits.square().mean().backward()
             wanted.append(gradients(model))
-        model.train()
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": replay.checkpoint_contexts})
+    return wanted
+
+
+WAYS = pytest.mark.parametrize("way", ["reentrant", "hooks", "context"])
+
+
+def checkpointed(model: Any, replay: RoutingReplay, way: str) -> None:
+    model.train()
+    more = {"context_fn": replay.checkpoint_contexts} if way == "context" else {}
+    model.gradient_checkpointing_enable({"use_reentrant": way == "reentrant", **more})
+
+
+@WAYS
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_recomputed_micro_batches_in_flight_get_their_own_rows(order: tuple[int, ...], way: str) -> None:
+    model = made()
+    wanted = wanted_of(model, 3)
+    replay = RoutingReplay(spec_of(model))
+    checkpointed(model, replay, way)
+    with replay.attach(model):  # no forward before: the first backward after an attach is right as well
         losses = []
         for i in range(3):
             replay.push(chosen(i, 10))
@@ -111,33 +132,69 @@ def test_recomputed_micro_batches_in_flight_get_their_own_rows(order: tuple[int,
             assert all(float(grad.abs().max()) > 0 for grad in wanted[i].values())
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_without_a_context_one_in_flight_is_right_and_two_need_a_word(reentrant: bool) -> None:
+@WAYS
+def test_a_second_loss_of_a_micro_batch_gets_its_own_rows_after_the_next_forward(way: str) -> None:
     model = made()
+    wanted = wanted_of(model, 1)[0]
     replay = RoutingReplay(spec_of(model))
+    checkpointed(model, replay, way)
     with replay.attach(model):
         replay.push(chosen(0, 10))
-        model(tokens(0)).logits.square().mean().backward()
-        wanted = gradients(model)
-        replay.check_consumed()
-        model.train()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        for _ in range(2):
-            replay.push(chosen(0, 10))
-            model(tokens(0)).logits.square().mean().backward()
-            torch.testing.assert_close(gradients(model), wanted)
-        batches = [replay.push(chosen(i, 10)) for i in range(2)]
-        losses = [model(tokens(i)).logits.square().mean() for i in range(2)]
-        with pytest.raises(rr.InvalidInputError, match="several micro-batches in flight"):
-            losses[0].backward()
-        replay.check_consumed()
-        batches = [replay.push(chosen(i, 10)) for i in range(2)]
-        losses = [model(tokens(i)).logits.square().mean() for i in range(2)]
-        for i in (1, 0):
-            model.zero_grad()
-            with replay.recompute(batches[i]):
-                losses[i].backward()
+        squares = model(tokens(0)).logits.square()
+        first, second = squares[..., :3].sum() / squares.numel(), squares[..., 3:].sum() / squares.numel()
+        first.backward(retain_graph=True)
+        replay.push(chosen(1, 10))
+        model(tokens(1))
+        second.backward()
         torch.testing.assert_close(gradients(model), wanted)
+
+
+def test_a_context_of_the_callers_goes_beside_replays() -> None:
+    model = made()
+    wanted = wanted_of(model, 2)
+    replay = RoutingReplay(spec_of(model))
+    entered: list[str] = []
+
+    @contextmanager
+    def noted(what: str) -> Iterator[None]:
+        entered.append(what)
+        yield
+
+    model.train()
+    more = {"context_fn": lambda: (noted("forward"), noted("again"))}
+    model.gradient_checkpointing_enable({"use_reentrant": False, **more})
+    with replay.attach(model):
+        losses = []
+        for i in range(2):
+            replay.push(chosen(i, 10))
+            losses.append(model(tokens(i)).logits.square().mean())
+        for i in range(2):
+            losses[i].backward()
+            torch.testing.assert_close(gradients(model), wanted[i])
+    assert (entered.count("forward"), entered.count("again")) == (8, 8)
+
+
+def test_checkpointing_that_is_not_announced_needs_a_word() -> None:
+    model = made()
+    wanted = wanted_of(model, 1)[0]
+    before = checkpoint.CheckpointFunction
+    replay = RoutingReplay(spec_of(model))
+    checkpointed(model, replay, "reentrant")
+    with replay.attach(model):
+        checkpoint.CheckpointFunction, ours = before, checkpoint.CheckpointFunction  # somebody else's
+        for say in (False, True):
+            batch = replay.push(chosen(0, 10))
+            loss = model(tokens(0)).logits.square().mean()
+            if say:
+                with replay.recompute(batch):
+                    loss.backward()
+            else:
+                with pytest.raises(rr.InvalidInputError, match="nothing says for which micro-batch"):
+                    loss.backward()
+                model.zero_grad()
+        checkpoint.CheckpointFunction = ours
+    torch.testing.assert_close(gradients(model), wanted)
+    assert checkpoint.CheckpointFunction is before
 
 
 def test_optimiser_steps_are_finite_and_the_routers_learn() -> None:
@@ -159,16 +216,13 @@ def test_optimiser_steps_are_finite_and_the_routers_learn() -> None:
 
 def test_a_router_with_other_weights_is_refused() -> None:
     model = made()
-    hook = model.model.layers[2].mlp.gate.register_forward_hook(lambda gate, args, out: (out[0], out[1] * 2, out[2]))
+    model.model.layers[2].mlp.gate.register_forward_hook(lambda gate, args, out: (out[0], out[1] * 2, out[2]))
     replay = RoutingReplay(spec_of(model))
     with replay.attach(model):
         replay.push(chosen(0, 10))
         with pytest.raises(rr.InvalidInputError, match="layer 2: Qwen3MoeTopKRouter does not compute its weights"):
             model(tokens(0))
-        hook.remove()
-        replay.push(chosen(0, 10))
-        with pytest.raises(rr.InvalidInputError, match="no forward took"):
-            replay.check_consumed()
+        replay.abandon()
 
 
 def test_routers_by_name_and_own_ones_that_call_choose() -> None:
@@ -181,3 +235,69 @@ def test_routers_by_name_and_own_ones_that_call_choose() -> None:
     assert sorted(replay.metrics().agreement) == [2, 3]
     with pytest.raises(rr.InvalidInputError, match="no router was found"), replay.attach(model.model.layers[0]):
         pass
+
+
+def test_one_router_has_one_layer_and_one_replay() -> None:
+    model = made()
+    spec = spec_of(model)
+    gate = model.model.layers[1].mlp.gate
+    with (
+        pytest.raises(rr.InvalidInputError, match="have one router"),
+        RoutingReplay(spec).attach(model, {1: gate, 2: gate}),
+    ):
+        pass
+    with RoutingReplay(spec).attach(model):
+        other = RoutingReplay(spec).attach(model)
+        with pytest.raises(rr.InvalidInputError, match="hooked already"), other:
+            pass
+    model.model.layers[2].mlp.gate = gate
+    with pytest.raises(rr.InvalidInputError, match="have one router"), RoutingReplay(spec).attach(model):
+        pass
+
+
+def test_a_layer_behind_the_spec_is_said() -> None:
+    model = made()
+    replay = RoutingReplay(rr.RoutingSpec((1, 2), 300, 4))
+    with pytest.warns(rr.RoutingDatasetWarning, match=r"model\.layers\.3\.mlp\.gate"), replay.attach(model):
+        pass
+
+
+class Other(torch.nn.Linear):  # type: ignore[misc]
+    norm_topk_prob = True
+
+
+def test_a_gate_that_returns_something_else_is_named_with_the_way_out() -> None:
+    replay = RoutingReplay(rr.RoutingSpec((0,), 8, 2))
+    for gate in (torch.nn.Linear(4, 8), Other(4, 8)):
+        with pytest.raises(rr.InvalidInputError, match="layer 0: (Linear|Other) .*logits.*own=True"):
+            called(replay, gate)
+
+
+def called(replay: RoutingReplay, gate: Any) -> None:
+    with replay.attach(gate, {0: gate}):
+        replay.push(np.tile([0, 1], (3, 1, 1)))
+        gate(torch.zeros(3, 4))
+
+
+def test_the_own_block_of_the_docstring_is_replayed_and_its_gate_learns() -> None:
+    text = (RoutingReplay.__doc__ or "").partition("class Moe")
+    block = textwrap.dedent("        class Moe" + text[2].partition("        with replay.attach")[0])
+    names: dict[str, Any] = {"torch": torch}
+    exec(block, names)  # what is printed is what is run
+    spec = rr.RoutingSpec((0, 1), 8, 2)
+    replay = RoutingReplay(spec)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(names["Moe"](layer, 4, 8, 2, replay) for layer in range(2)))
+    x = torch.randn(5, 4)
+    live = model(x)
+    ids = np.argsort(np.random.default_rng(0).random((5, 2, 8)))[..., :2]
+    used = []
+    for expert in (expert for block in model for expert in block.experts):
+        expert.register_forward_hook(lambda expert, args, out: used.append(len(args[0])))
+    with replay.attach(model, own=True):
+        replay.push(ids)
+        model(x).square().sum().backward()
+    assert used == [int((ids[:, layer] == e).sum()) for layer in range(2) for e in range(8)]
+    assert replay.metrics().coverage == 1
+    assert all(float(block.gate.weight.grad.abs().sum()) > 0 for block in model)
+    torch.testing.assert_close(model(x), live)

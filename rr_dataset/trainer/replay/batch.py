@@ -67,6 +67,10 @@ def micro_batch(
             f"layers {lacking} of the model have no routing in this micro-batch, which has {sorted(by_layer)}: read all layers of "
             "this rank, and mask rows that were not recorded"
         )
+    if isinstance(mask, Mapping) and (lacking := [layer for layer in wanted if layer not in mask]):
+        raise InvalidInputError(
+            f"mask has no rows for layers {lacking} of the model: give one for each layer, or one for all"
+        )
     counts = {len(by_layer[layer]) for layer in wanted}
     if len(counts) != 1:
         raise InvalidRoutingError(f"layers differ in their number of rows: {sorted(counts)}")
@@ -106,7 +110,7 @@ def _kinds(
 ) -> npt.NDArray[np.uint8]:
     """What each row of a layer is."""
     if isinstance(mask, Mapping):
-        mask = mask.get(layer)
+        mask = mask[layer]
     if mask is None:
         return np.full(count, RowKind.REAL, np.uint8)
     array = np.asarray(mask)
@@ -114,6 +118,10 @@ def _kinds(
         raise InvalidInputError(
             f"mask is {array.dtype} {list(array.shape)}: expected bool or uint8 kinds of rows, one for each of {count} rows, or for "
             f"each row and {len(order)} layers"
+        )
+    if array.dtype == np.uint8 and (array > max(RowKind)).any():
+        raise InvalidInputError(
+            f"mask has the value {int(array.max())}: kinds of rows are {', '.join(f'{kind.value} {kind.name}' for kind in RowKind)}"
         )
     kinds = array.reshape(count, -1)
     kinds = kinds[:, order.index(layer) if kinds.shape[1] > 1 else 0]

@@ -14,7 +14,7 @@ import paddle
 from paddle.distributed.fleet.recompute.recompute import custom_state_manager
 
 from rr_dataset.errors import InvalidInputError
-from rr_dataset.trainer.replay.layers import by_layer
+from rr_dataset.trainer.replay.layers import by_layer, claimed
 
 if TYPE_CHECKING:
     from rr_dataset.trainer.replay.replay import RoutingReplay
@@ -23,14 +23,22 @@ if TYPE_CHECKING:
 class _Paddle:
     @contextmanager
     def hook(self, replay: RoutingReplay, model: Any, gates: Mapping[int, Any] | None) -> Iterator[list[int]]:
-        modules = dict(model.named_sublayers(include_self=True))
-        routers = [name for name, module in modules.items() if _asks_for_ids(module) or _routes_inline(module)]
-        found = dict(gates) if gates is not None else by_layer(modules, routers, replay.spec.moe_layers[-1])
+        if gates is None:
+            modules = dict(model.named_sublayers(include_self=True))
+            routers = [name for name, module in modules.items() if _asks_for_ids(module) or _routes_inline(module)]
+            gates = by_layer(modules, routers, replay.spec.moe_layers[-1])
+        for layer, router in gates.items():
+            if not _asks_for_ids(router) and not _routes_inline(router):
+                raise InvalidInputError(
+                    f"layer {layer}: {type(router).__name__} is no router that replay knows: neither a gate with get_topk_indices() nor "
+                    "a sparse MoE block as Qwen3-MoE's. Any other calls replay.choose(layer, ids) itself: see attach(model, own=True)"
+                )
         with ExitStack() as undo:
+            undo.enter_context(claimed({layer: getattr(router, "gate", router) for layer, router in gates.items()}))
             undo.enter_context(_segments_remember(replay))
-            for layer, router in found.items():
+            for layer, router in gates.items():
                 undo.enter_context((_asked if _asks_for_ids(router) else _inline)(replay, layer, router))
-            yield sorted(found)
+            yield sorted(gates)
 
     def in_backward(self) -> bool:
         # Paddle has no word for it, but its recomputations have a frame. One that keeps a state is told by that, before.
@@ -41,6 +49,9 @@ class _Paddle:
                 return True
             frame = frame.f_back
         return False
+
+    def with_gradients(self) -> bool:
+        return bool(paddle.is_grad_enabled())
 
     def load(self, array: npt.NDArray[Any], live: Any) -> Any:
         return paddle.to_tensor(array, place=live.place)
@@ -80,11 +91,15 @@ def _segments_remember(replay: RoutingReplay) -> Iterator[None]:
 def _asked(replay: RoutingReplay, layer: int, gate: Any) -> Iterator[None]:
     """A gate that gathers its weights by what `get_topk_indices` gives (GLM4-MoE, DeepSeek)."""
     live = gate.get_topk_indices
+    instead = vars(gate).get("get_topk_indices")  # somebody else's, on this gate alone
     gate.get_topk_indices = lambda *args, **kwargs: replay.choose(layer, live(*args, **kwargs))
     try:
         yield
     finally:
-        del gate.get_topk_indices
+        if instead is None:
+            del gate.get_topk_indices
+        else:
+            gate.get_topk_indices = instead
 
 
 @contextmanager
@@ -106,6 +121,7 @@ def _inline(replay: RoutingReplay, layer: int, block: Any) -> Iterator[None]:
         undo.enter_context(_topk_seen(sys.modules[type(block).__module__]))
         undo.callback(block.gate.register_forward_post_hook(gate_was_called).remove)
         undo.callback(block.register_forward_post_hook(block_was_called).remove)
+        undo.callback(setattr, _next_topk, "router", None)  # of a forward that ended between gate and topk
         yield
 
 
