@@ -130,7 +130,7 @@ def faults(requests: int, step: int) -> Iterator[Fault]:
         yield replace(fault, times=times, after=after)
 
 
-@pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("step", [53, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("what", ["get", "get_many", "missing", "ids", "heads", "wait_for", "poll", "verify"])
 def test_a_read_is_right_or_an_error(world: World, what: str, step: int) -> None:
     call = reads(world)[what]
@@ -155,7 +155,7 @@ def test_every_fault_is_hit(world: World) -> None:
         assert isinstance(came, rr.StorageError)
 
 
-@pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("step", [89, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_delete_ends_or_can_be_done_again(world: World, step: int) -> None:
     def delete(prefix: str, options: Any) -> rr.DeleteReport:
         return rr.delete(world.uri, [prefix], storage_options=options)
@@ -178,7 +178,7 @@ def test_a_delete_ends_or_can_be_done_again(world: World, step: int) -> None:
     assert world.content() == others
 
 
-@pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("step", [89, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_compaction_changes_nothing_that_is_seen(world: World, step: int) -> None:
     def compact(options: Any) -> Any:
         return rr.compact(world.uri, prefix, storage_options=options)
