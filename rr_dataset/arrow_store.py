@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Mapping
-from threading import Condition
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Lock
 from typing import Any, NoReturn
 
 import pyarrow as pa
-import pyarrow.dataset as pads
 import pyarrow.fs as pafs
 
 from rr_dataset.errors import InvalidInputError, ObjectNotFoundError
@@ -20,54 +23,71 @@ from rr_dataset.far_source import FarSource
 from rr_dataset.layout import parse_shard_name
 from rr_dataset.shard import TAIL_BYTES, SourceFile, likely_tail
 from rr_dataset.storage import Entry, Storage
+from rr_dataset.storage.pending import Requests, interruptible
 
-QUIET_S = 0.05  # without a call, what pyarrow had queued is done
+_THREADS = Path("/proc/self/task")
+STILL_S = 0.02  # while no thread was switched to, nothing goes on of what pyarrow had queued
+END_S = 5.0  # the longest wait for that, where threads of somebody else never rest
 
 
 class _Calls:
-    """What pyarrow's threads do in Python. They read ahead, and would crash or wait for ever in an interpreter that ends."""
+    """What pyarrow's threads do in Python.
+
+    They read ahead, and one that asks for the interpreter while that ends is killed; pyarrow would wait for it for ever.
+    """
 
     def __init__(self) -> None:
-        self._changed = Condition()
-        self._going_on = self._begun = 0
-        self._ends = False
+        self._lock = Lock()
+        self._going_on: set[Requests] = set()
+        self._begun = self._ends = False
 
-    def __enter__(self) -> None:
-        with self._changed:
-            self._begun += 1
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Around each. Raises OSError once the interpreter ends."""
+        requests = Requests()
+        with self._lock:
+            self._begun = True
             if self._ends:
                 raise OSError("the interpreter ends")
-            self._going_on += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._going_on -= 1
-            self._changed.notify_all()
+            self._going_on.add(requests)
+        try:
+            with interruptible(requests):
+                yield
+        finally:
+            with self._lock:
+                self._going_on.discard(requests)
 
     def end(self) -> None:
-        """No more from now on; returns when those that go on have ended, and what was queued has failed."""
-        with self._changed:
+        """None from now on, and those that go on are cut short; returns when pyarrow has come to rest."""
+        with self._lock:
             self._ends = True
-            if not self._begun:
+            going_on = list(self._going_on)
+        if not self._begun:
+            return
+        for requests in going_on:
+            requests.end()
+        until = time.monotonic() + END_S
+        seen: dict[str, list[str]] | None = None
+        while time.monotonic() < until:
+            before, seen = seen, _switches()
+            if seen is not None and seen == before and not self._going_on:
                 return
-        begun = -1
-        while self._going_on or begun != self._begun:
-            begun = self._begun
-            _let_others_end()
-            with self._changed:
-                self._changed.wait(QUIET_S)
+            time.sleep(STILL_S)  # others may have the interpreter
 
 
-def _let_others_end() -> None:
-    """Go through pyarrow's queues, behind all that is in them."""
-    pa.set_io_thread_count(1)
-    pa.set_cpu_count(1)
-    schema = pa.schema([("a", pa.int8())])
-    with pa.BufferOutputStream() as file:
-        with pa.ipc.new_file(file, schema) as writer:
-            writer.write_batch(pa.record_batch([pa.array([1], pa.int8())], schema))
-        data = file.getvalue()
-    pads.IpcFileFormat().make_fragment(data).to_table()
+def _switches() -> dict[str, list[str]] | None:
+    """How often the threads that Python did not start were switched to; None if one is at work, or waits for a core."""
+    ours = {str(each.native_id) for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}  # noqa: SLF001 -- one that Python only saw
+    found = {}
+    for thread in _THREADS.iterdir():
+        if thread.name in ours:
+            continue
+        with suppress(OSError):  # it has just ended
+            lines = (thread / "status").read_text().splitlines()
+            if next(line for line in lines if line.startswith("State:")).split()[1] != "S":
+                return None
+            found[thread.name] = [line for line in lines if "ctxt_switches" in line]
+    return found
 
 
 _calls = _Calls()
@@ -89,7 +109,7 @@ os.register_at_fork(after_in_child=_forget_calls)
 
 class _File(SourceFile):
     def read(self, size: int = -1) -> bytes:
-        with _calls:
+        with _calls.one():
             return super().read(size)
 
 
@@ -110,7 +130,7 @@ class StoreHandler(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow shi
         Nothing is kept from one opening to the next: what is deleted is not shown again.
         """
         path = self._path(address)
-        with _calls:
+        with _calls.one():
             source = self._storage.open(path, self._entries.get(path))
         name = parse_shard_name(path.rpartition("/")[2])
         end = TAIL_BYTES if name is None else likely_tail(name.rows, source.size)

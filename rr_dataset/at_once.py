@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
+from functools import partial
 from itertools import islice
 from threading import Condition
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rr_dataset.storage import Storage
+from rr_dataset.storage.pending import interruptible
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -21,8 +23,8 @@ def answers(storage: Storage, ask: Callable[[_T], _R], items: Sequence[_T]) -> l
     """What `ask` returns for each item, in their order; on a remote store side by side, for one request each."""
     if not storage.is_remote or len(items) < 2:
         return [ask(item) for item in items]
-    with ThreadPoolExecutor(min(len(items), storage.requests_at_once), "rr-ask") as pool:
-        return list(pool.map(ask, items))
+    with threads(min(len(items), storage.requests_at_once), "rr-ask") as start:
+        return [future.result() for future in [start(partial(ask, item)) for item in items]]
 
 
 def answer_each(storage: Storage, ask: Callable[[_T], _R], items: Iterable[_T]) -> Iterator[_R]:
@@ -30,6 +32,21 @@ def answer_each(storage: Storage, ask: Callable[[_T], _R], items: Iterable[_T]) 
     left = iter(items)
     while some := list(islice(left, storage.requests_at_once if storage.is_remote else 1)):
         yield from answers(storage, ask, some)
+
+
+@contextmanager
+def threads(number: int, name: str) -> Iterator[Callable[[Callable[[], Any]], Future[Any]]]:
+    """What starts a call in one of some threads, which end with the block.
+
+    An error in the block leaves out the calls that have not begun, an interrupt also ends the requests of those that have.
+    """
+    with ThreadPoolExecutor(number, name) as pool:
+        try:
+            with interruptible():
+                yield lambda work: pool.submit(copy_context().run, work)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 class Workers:
@@ -46,9 +63,13 @@ class Workers:
     def each(self, work: Callable[[_T], None], items: Sequence[_T], at_once: int | None = None) -> None:
         """`work` on every item: the caller and at most `at_once - 1` threads take them in turns.
 
-        The first error stops the rest, and is raised once all have stopped, an interrupt of the caller at once. `work` may
-        call this too.
+        The first error stops the rest, and is raised once all have stopped. An interrupt of the caller is raised at once, and
+        ends the requests of the others. `work` may call this too.
         """
+        with interruptible():
+            self._each(work, items, at_once)
+
+    def _each(self, work: Callable[[_T], None], items: Sequence[_T], at_once: int | None) -> None:
         queue = iter(items)
         failed: list[BaseException] = []
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from rr_dataset.at_once import answer_each
+from rr_dataset.at_once import answer_each, threads
 from rr_dataset.compact_plan import TARGET_BYTES, Candidate, Task, plan
 from rr_dataset.compactor import Compactor, CompactReport, is_mine
 from rr_dataset.errors import InvalidInputError
@@ -126,9 +127,9 @@ def _looked_at(
 def _run(compactor: Compactor, tasks: Iterable[Task], jobs: int, progress: Progress | None) -> CompactReport:
     report = CompactReport()
     running: set[Future[CompactReport]] = set()
-    with ThreadPoolExecutor(jobs, "rr-compact") as pool:
+    with threads(jobs, "rr-compact") as start:
         for task in tasks:
-            running.add(pool.submit(_execute, compactor, task))
+            running.add(start(partial(_execute, compactor, task)))
             if len(running) >= IN_FLIGHT * jobs:
                 report, running = _collect(report, running, progress)
         while running:

@@ -38,7 +38,7 @@ from rr_dataset.layout import DatasetFormat, ShardName, parse_partition, parse_s
 from rr_dataset.record import Row
 from rr_dataset.shard import TAIL_BYTES, ShardIndex, likely_tail, read_index
 from rr_dataset.storage import Entry, OpenSource, Storage
-from rr_dataset.storage.pending import interruptible
+from rr_dataset.storage.pending import Requests, interruptible
 from rr_dataset.tombstones import TombstoneCache, TombstoneSet, list_tombstones
 
 MAX_ATTEMPTS = 5  # each finds a later state of the store; losing five races in a row means that something else is wrong
@@ -264,14 +264,17 @@ class Reader:
         """
         left = iter(partitions)
         while batch := list(islice(left, self._batch)):
+            requests = Requests()
             try:
-                view = self._view(batch)
+                with interruptible(requests):
+                    view = self._view(batch)
             except (ObjectNotFoundError, _TooSlowError):
                 yield self.read(batch, use, names_only=names_only)
                 continue
             for group in _groups(view.listed):
                 try:
-                    result = self._use(view, group, use, names_only=names_only)
+                    with interruptible(requests):
+                        result = self._use(view, group, use, names_only=names_only)
                 except (ObjectNotFoundError, _TooSlowError):
                     result = self.read(list(group), use, names_only=names_only)
                 yield result

@@ -202,8 +202,20 @@ def test_a_hundred_interpreters_end(stored: Place, tmp_path: Path) -> None:
         start_and_end(stored, tmp_path, number)
 
 
+LISTED = ("GET", "prefix=.*data_id%3D")
 INTERRUPTED = {  # code, and which of its requests hang
-    "listing": ("dataset.get_many(IDS)", "GET", "prefix=.*data_id"),
+    "listing": ("dataset.get_many(IDS)", *LISTED),
+    "ids": ("list(dataset.ids())", *LISTED),
+    "scan": ("list(dataset.scan())", *LISTED),
+    "scan of tails": ("list(dataset.scan())", "GET", r"\.arrow$"),
+    "info": ("dataset.info()", *LISTED),
+    "delete": (
+        "rr.delete(uri, prefixes=['p0', 'p1', 'p2'], older_than_s=600, storage_options=dict(client=client))",
+        *LISTED,
+    ),
+    "compact": ("rr.compact(uri, storage_options=dict(client=client))", *LISTED),
+    "compact of files": ("rr.compact(uri, storage_options=dict(client=client))", "GET", r"\.arrow$"),
+    "verify": ("rr.verify(uri, storage_options=dict(client=client))", *LISTED),
     "get_many": ("dataset.get_many(IDS)", "GET", r"\.arrow$"),
     "flush": (
         """
@@ -224,7 +236,11 @@ def test_an_interrupt_ends_it(stored: Place, s3_server: S3Server, tmp_path: Path
     """While the store hangs: nothing waits until a request times out and is tried again."""
     code, method, target = INTERRUPTED[call]
     partitions = len({request_id.partition(":")[0] for request_id in IDS})
-    most = partitions if call == "listing" else sum(path.endswith(".arrow") for path in S3Medium(stored, "").objects())
+    most = (
+        partitions
+        if (method, target) == LISTED
+        else sum(path.endswith(".arrow") for path in S3Medium(stored, "").objects())
+    )
     with CountingProxy.before(s3_server.port) as proxy:
         fault = proxy.add(Fault("delay", method=method, target=target, times=1000, delay_s=600))
         environment = {"AWS_ENDPOINT_URL": proxy.endpoint}

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 
-class _Pending:
-    """Thread-safe."""
+class Requests:
+    """Those of one call. Thread-safe."""
 
     def __init__(self) -> None:
         self._futures: set[Future[Any]] = set()
@@ -21,6 +21,7 @@ class _Pending:
         self._lock = Lock()
 
     def add(self, future: Future[Any]) -> None:
+        """One that begins."""
         with self._lock:
             self._futures.add(future)
             over = self._over
@@ -28,10 +29,12 @@ class _Pending:
             future.cancel()
 
     def discard(self, future: Future[Any]) -> None:
+        """One that is over."""
         with self._lock:
             self._futures.discard(future)
 
     def end(self) -> None:
+        """Cancel them, and those that are still to come."""
         with self._lock:
             self._over = True
             left = list(self._futures)
@@ -39,19 +42,18 @@ class _Pending:
             future.cancel()
 
 
-_pending: ContextVar[_Pending | None] = ContextVar("rr_pending", default=None)
+_pending: ContextVar[Requests | None] = ContextVar("rr_pending", default=None)
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """An interrupt in the block cancels the requests made in it, also by threads that run in copies of its context.
+def interruptible(requests: Requests | None = None) -> Iterator[None]:
+    """An interrupt in the block ends the requests made in it, also by threads that run in copies of its context.
 
-    Without it they would go on until they time out, and the interpreter waits for their threads at its end.
+    Without it they would go on until they time out, and whoever waits for their threads with them. Within another such block
+    it ends all of that one's. requests: those of earlier blocks, which go with them.
     """
-    if _pending.get() is not None:
-        yield
-        return
-    made = _Pending()
+    outer = _pending.get()
+    made = outer or requests or Requests()
     token = _pending.set(made)
     try:
         yield
