@@ -36,8 +36,11 @@ class BlockWatcher:
         block_tables: [max_requests, max_blocks], on the host. batch_ids, positions: of each token; a negative position is
             padding, whose slot is -1, and so is a token whose block the table does not have.
 
-        Raises InvalidRoutingError for tokens outside of the table; nothing is recycled then.
+        Raises InvalidRoutingError for tokens outside of the table, or what is no whole number; nothing is recycled then.
         """
+        for name, array in (("block_tables", block_tables), ("batch_ids", batch_ids), ("positions", positions)):
+            if array.size and array.dtype.kind not in "iu":
+                raise InvalidRoutingError(f"{name} of dtype {array.dtype}: expected whole numbers")
         size = self._table.block_size
         real = positions >= 0
         rows, columns = np.where(real, batch_ids, 0), np.where(real, positions, 0) // size

@@ -30,6 +30,7 @@ _FILLED: dict[str, Any] = {
     "num_moe_layers": None,
     "moe_top_k": None,
 }  # by the engine, and re-sent
+_SHOWN = 500  # characters of what is no JSON
 _OF_THE_ENGINE = ("model", "max_model_len", "tensor_parallel_size")  # what asdict(EngineArgs) has and no user's JSON
 
 
@@ -112,8 +113,8 @@ def _mapping(args: Any) -> dict[str, Any]:
     if isinstance(args, str):
         try:
             args = json.loads(args)
-        except ValueError as error:
-            raise InvalidInputError(f"routing_replay_config={args!r} is no JSON: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise InvalidInputError(f"routing_replay_config={args[:_SHOWN]!r} is no JSON: {error}") from None
     if args is not None and not isinstance(args, Mapping):
         raise InvalidInputError(f"routing_replay_config={args!r}: expected a JSON object")
     return dict(args or {})

@@ -10,6 +10,7 @@ _ID = re.compile(
     r"chatcmpl-(?P<rollout>.+)-[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}(?:_(?P<index>0|[1-9][0-9]*))?",
     re.DOTALL,
 )
+_SAMPLE = re.compile(r"#[0-9]+\Z")
 
 
 def split_request_id(request_id: str) -> str:
@@ -24,8 +25,11 @@ def split_request_id(request_id: str) -> str:
 
 
 def record_id_of(request_id: object) -> str | None:
-    """The id of the record: the rollout id, with `#<idx>` for all samples but the first. None for a foreign id."""
+    """The id of the record: the rollout id, with `#<idx>` for all samples but the first.
+
+    None for a foreign id, and for a rollout id that ends with such a `#<idx>` itself: two requests would be one record.
+    """
     match = _ID.fullmatch(request_id) if isinstance(request_id, str) else None
-    if match is None:
+    if match is None or _SAMPLE.search(match["rollout"]):
         return None
     return match["rollout"] if match["index"] in (None, "0") else f"{match['rollout']}#{match['index']}"

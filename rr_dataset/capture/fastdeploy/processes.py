@@ -13,12 +13,16 @@ from rr_dataset.capture.fastdeploy.config import DATASET, open_writer
 from rr_dataset.capture.fastdeploy.ids import record_id_of
 from rr_dataset.capture.fastdeploy.shared import marked, open_table, table_name, wire_dtype
 from rr_dataset.capture.fastdeploy.worker import FOREIGN, gathered, max_step_tokens
+from rr_dataset.capture.faults import Faults
 from rr_dataset.capture.manager import RoutingCapture
 from rr_dataset.capture.slots import Blocks, SlotTable
+from rr_dataset.errors import InvalidInputError
 from rr_dataset.record import RoutingSpec
 from rr_dataset.writer import RoutingWriter
 
 NO_ALLOCATOR = "nothing tells which blocks were reused: call RoutingCacheManager.recycle where blocks are allocated"
+ENDED_TWICE = "requests that ended twice"
+MAX_ENDED = 100_000  # that are known to have ended
 
 
 def _open(fd_config: Any, spec: RoutingSpec, num_blocks: int) -> SlotTable:
@@ -34,12 +38,13 @@ class RoutedExpertsCapturer:
         config = fd_config.routing_replay_config
         self.spec = RoutingSpec.from_config(fd_config.model_config)
         self.tp_rank: int = fd_config.parallel_config.tensor_parallel_rank
-        self.token_num_overlap = 0  # of the step before, where schedules overlap; the runner sets it
+        self.token_num_overlap: int | None = None  # of the step before, where schedules overlap; the runner sets it
         self.debug_mode = bool(config.debug_mode)
         self._overlaps = bool(getattr(fd_config.scheduler_config, "enable_overlap_schedule", False))
         self.table = _open(fd_config, self.spec, total_block_num) if self.tp_rank == 0 else None
         self._capturer = StepCapturer(self.table, self.spec, max_step_tokens(fd_config), debug=self.debug_mode)
         self._capture = None if self.table is None else RoutingCapture(None, self.table, self._capturer)
+        self.faults = Faults() if self._capture is None else self._capture.faults
 
     def get_device_routing_buffer(self) -> RoutedExpertsCapturer:
         """What `save_routing_to_buffer_v2` writes to."""
@@ -48,16 +53,29 @@ class RoutedExpertsCapturer:
     def save(self, topk_ids: Any, layer_idx: int, num_tokens: int | None) -> None:
         """Keep what a layer chose; layer_idx counts from the first MoE layer, dense ones between included."""
         if self._capture is not None:
-            self._capture.record(self.spec.moe_layers[0] + layer_idx, topk_ids, num_tokens)
+            first = self.spec.moe_layers[0]
+            self.faults.attempt("record", lambda: self._capturer.record(first + layer_idx, topk_ids, num_tokens))
 
     def prepare_pending_save(self, num_tokens: int, slot_mapping_gpu: Any, position_ids_gpu: Any = None) -> None:
         """When a step's forward is launched: its rows start their way to the host. With no tokens, a dummy run, nothing does."""
         if self._capture is None:
             return
+        self._capture.faults.attempt(
+            "step", self._prepare, self._capture, num_tokens, slot_mapping_gpu, position_ids_gpu
+        )
+
+    def _prepare(self, capture: RoutingCapture, num_tokens: int, slots: Any, positions: Any) -> None:
         if num_tokens <= 0:
             self._capturer.skip()
             return
-        self._capture.step(slot_mapping_gpu, position_ids_gpu, self.token_num_overlap if self._overlaps else num_tokens)
+        tokens = self.token_num_overlap if self._overlaps else num_tokens
+        if tokens is None:
+            self._capturer.skip()
+            self._capturer.forget(slots)
+            raise InvalidInputError(
+                "token_num_overlap was never set, and schedules overlap: the runner must set it at each step"
+            )
+        capture.step(slots, positions, tokens)
 
     def flush_pending_save(self) -> None:
         """One step later: the rows into the shared table."""
@@ -86,8 +104,12 @@ def save_routing_to_buffer_v2(
     debug_mode: bool = False,  # noqa: ARG001
 ) -> None:
     """In the forward of a MoE layer; topk_ids: [tokens, top_k]. Where experts are parallel beside tensors, all ranks call it."""
-    tokens = None if total_token_num < 0 else total_token_num
-    device_routing_buffer.save(gathered(topk_ids, tp_size, ep_size, tp_group), layer_idx, tokens)
+
+    def save() -> None:
+        tokens = None if total_token_num < 0 else total_token_num
+        device_routing_buffer.save(gathered(topk_ids, tp_size, ep_size, tp_group), layer_idx, tokens)
+
+    device_routing_buffer.faults.attempt("record", save)
 
 
 class RoutingCacheManager:
@@ -109,6 +131,7 @@ class RoutingCacheManager:
         self.counts: Counter[str] = Counter()
         self._capture = RoutingCapture(self.writer, self.table)
         self._told_of_blocks = False
+        self._ended: dict[str, None] = {}  # requests by the engine's id, oldest first
 
     def recycle(self, block_ids: Blocks) -> None:
         """The allocator gives these blocks to a request with new content. Not for blocks of a prefix hit."""
@@ -126,24 +149,34 @@ class RoutingCacheManager:
             stores into no dataset, the routing is returned instead.
         """
         if self.writer is None:
-            return self.gather_routing_for_request(block_table, seq_len)
-        record_id = record_id_of(request_id)
-        if record_id is None:
-            self.counts[FOREIGN] += 1
-            return None
-        self._capture.register(record_id)
-        if self._told_of_blocks:
+            return self._capture.faults.attempt("finish", self.gather_routing_for_request, block_table, seq_len)
+        record_id = self._begin_end(request_id)
+        if record_id is not None and self._told_of_blocks:
             self._capture.finish(record_id, block_table, seq_len)
-        else:
+        elif record_id is not None:
             self._capture.abort(record_id, reason=NO_ALLOCATOR)
         return None
 
     def on_request_aborted(self, request_id: str, block_table: Blocks = (), seq_len: int = 0) -> None:
         """One request is given up: what was fed becomes a record of status "aborted"; without blocks, a drop row."""
-        record_id = record_id_of(request_id)
+        record_id = self._begin_end(request_id)
         if record_id is not None:
-            self._capture.register(record_id)
             self._capture.abort(record_id, block_table, seq_len if self._told_of_blocks else 0)
+
+    def _begin_end(self, request_id: str) -> str | None:
+        """The record's id; None for a foreign request, and for one that has ended before: the record that it has stays."""
+        record_id = record_id_of(request_id)
+        if record_id is None:
+            self.counts[FOREIGN] += 1
+        elif request_id in self._ended:
+            self.counts[ENDED_TWICE] += 1
+            return None
+        else:
+            self._ended[request_id] = None
+            if len(self._ended) > MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
+            self._capture.register(record_id)
+        return record_id
 
     def reset(self) -> None:
         """No row of the table counts any more."""

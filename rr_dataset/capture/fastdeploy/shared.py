@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rr_dataset.capture.slots import Gathered, SlotTable
+from rr_dataset.capture.slots import Gathered, SlotTable, whole_numbers
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError
 from rr_dataset.record import RoutingSpec
 
@@ -62,19 +62,32 @@ class RoutingHostBufferView:
         self.buffer, self.shape, self.block_size = table.rows, table.rows.shape, table.block_size
 
     def scatter(self, slot_mapping: npt.ArrayLike, data: npt.ArrayLike) -> None:
-        """Write rows [slots, layers, top_k]; those of -1, in unsigned types the greatest number, are missing."""
-        slots, rows = np.asarray(slot_mapping, np.int64).reshape(-1), np.asarray(data)
+        """Write rows [slots, layers, top_k]; those of -1, in unsigned types the greatest number, are missing.
+
+        Raises InvalidRoutingError for anything but whole numbers, then nothing is written, and, once the others are written, for
+        rows with ids that the table's dtype does not hold, which are missing.
+        """
+        slots, rows = whole_numbers("slot_mapping", slot_mapping), np.asarray(data)
+        if rows.dtype.kind not in "iu" or rows.shape != (len(slots), *self.buffer.shape[1:]):
+            raise InvalidRoutingError(
+                f"rows of dtype {rows.dtype} and shape {rows.shape}: expected integers, {(len(slots), *self.buffer.shape[1:])}"
+            )
         missing = (rows == np.array(-1).astype(rows.dtype)).all(axis=(1, 2))
         if self.buffer.shape[2] == 1 and rows.dtype == self.table.dtype:
             missing[:] = False  # the marker may be an expert
+        foreign = ~missing & ((rows < 0) | (rows > np.iinfo(self.table.dtype).max)).any(axis=(1, 2))
         marks = self.table.marks(slots)
-        self.table.erase(slots[missing], marks[missing])
-        there = ~missing
+        there = ~(missing | foreign)
+        self.table.erase(slots[~there], marks[~there])
         self.table.scatter(slots[there], np.ascontiguousarray(rows[there], self.table.dtype), marks[there])
+        if foreign.any():
+            raise InvalidRoutingError(
+                f"{np.count_nonzero(foreign)} rows have ids beyond {self.table.dtype}: they are missing"
+            )
 
     def gather(self, slot_mapping: npt.ArrayLike) -> npt.NDArray[Any]:
         """[slots, layers, top_k] of a request from position 0; missing rows are -1, wrapped. Raises InvalidRoutingError for others."""
-        slots = np.asarray(slot_mapping, np.int64).reshape(-1)
+        slots = whole_numbers("slot_mapping", slot_mapping)
         blocks, offsets = slots[:: self.block_size] // self.block_size, np.arange(len(slots)) % self.block_size
         if not np.array_equal(slots, np.repeat(blocks, self.block_size)[: len(slots)] * self.block_size + offsets):
             raise InvalidRoutingError("slots of a request from position 0 on are expected: block * block_size + offset")

@@ -9,12 +9,16 @@ from typing import Any
 
 from rr_dataset.capture.fastdeploy.config import open_writer
 from rr_dataset.contracts import unpadded
-from rr_dataset.errors import InvalidRoutingError
+from rr_dataset.errors import InvalidRequestIdError, InvalidRoutingError
 from rr_dataset.intake import to_array
 from rr_dataset.receipt import Receipt
 from rr_dataset.writer import RoutingWriter
 
 CLEAR_TIMEOUT_S = 60.0
+MAX_LOWER_TURNS = 1_000  # that one call clears
+MAX_BEGUN = 10_000  # records that come layer by layer at once
+_DIGITS = 10  # of a layer
+INCOMPLETE = "its layers did not all come"
 
 
 class RoutingStoreDataset:
@@ -50,10 +54,16 @@ class RoutingStoreDataset:
     def submit(self, routing_key: str, routing_indices: Any) -> Receipt:
         """As `put`, without the wait."""
         array = to_array("routing_indices", routing_indices)
+        if array.dtype.kind not in "iu":
+            raise InvalidRoutingError(
+                f"routing_indices has dtype {array.dtype}: expected the ids of experts, of an integer dtype"
+            )
+        if not isinstance(routing_key, str):
+            raise InvalidRequestIdError(f"routing key {routing_key!r}: expected a text")
         if array.ndim == 3:
             return self._put(routing_key, self._moe_layers(array), None)
         request_id, _, number = routing_key.rpartition("_")
-        if array.ndim != 2 or not request_id or not (number.isascii() and number.isdecimal()):
+        if array.ndim != 2 or not request_id or not (number.isascii() and number.isdecimal() and len(number) < _DIGITS):
             raise InvalidRoutingError(
                 f"routing key {routing_key!r} with {list(array.shape)}: expected <id> with [layers, tokens, top_k], or "
                 "<id>_<layer> with [tokens, top_k]"
@@ -75,6 +85,10 @@ class RoutingStoreDataset:
                 pass
         receipt = self._put(request_id, array[None], (layer,))
         begun.add(layer)
+        if len(self._begun) > MAX_BEGUN:
+            oldest = next(iter(self._begun))
+            del self._begun[oldest]
+            self.writer.drop(oldest, INCOMPLETE, part=True)
         if len(begun) == self._spec.num_layers:
             del self._begun[request_id]
         return receipt
@@ -117,7 +131,8 @@ class StoreWrapper:
     def submit_clear_prefix_batch_task(self, rollout_id: str, layer_idx: int | None = None) -> list[Receipt]:
         """Delete all lower turns of a rollout's conversation, sample and segment, also those that were skipped.
 
-        A dataset with keep="last_turn" shows and keeps the highest turn only, by itself: then there is nothing to delete.
+        A dataset with keep="last_turn" shows and keeps the highest turn only, by itself: then there is nothing to delete. Elsewhere
+        each lower turn is a delete of its own, so InvalidRequestIdError is raised where there are more than MAX_LOWER_TURNS.
         """
         dataset = self.writer.dataset
         if dataset.last_turn is not None or layer_idx:
@@ -127,6 +142,11 @@ class StoreWrapper:
         turn = None if keys.turn is None else found[keys.turn]
         if turn is None:
             return []
+        if int(turn) > MAX_LOWER_TURNS:
+            raise InvalidRequestIdError(
+                f"{rollout_id!r} has {turn} lower turns: at most {MAX_LOWER_TURNS} are cleared at once; make the dataset with "
+                'keep="last_turn" (only_last_turn), or delete the conversation'
+            )
         prefix: dict[str, str | int] = {name: value for name, value in found.items() if value is not None}
         if key.choice is not None:
             prefix["choice"] = key.choice

@@ -14,6 +14,7 @@ from rr_dataset.capture.capturer import StepCapturer
 from rr_dataset.capture.fastdeploy.config import open_writer
 from rr_dataset.capture.fastdeploy.ids import record_id_of
 from rr_dataset.capture.fastdeploy.shared import open_table, table_name
+from rr_dataset.capture.faults import Faults
 from rr_dataset.capture.manager import Finished, RoutingCapture
 from rr_dataset.capture.watcher import BlockWatcher
 from rr_dataset.errors import InvalidInputError
@@ -46,12 +47,13 @@ class RoutingReplayManager:
         self.counts: Counter[str] = Counter()
         self.routing_batch_to_request: dict[int, str] = {}  # the record's id, "" of a foreign request
         self._fed = np.zeros(self.max_num_seqs, np.int64)
-        self._slots: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._none = np.empty(0, np.int64)
+        self._slots: npt.NDArray[np.int64] = self._none
         self._own = writer is None
         self.writer = None if self.tp_rank else writer or open_writer(fd_config)
         if self.writer is None:
             self.spec = RoutingSpec.from_config(fd_config.model_config)
-            self.capture = None
+            self.capture, self.faults = None, Faults()
             return
         self.spec = self.writer.dataset.spec
         size = fd_config.cache_config.block_size
@@ -67,6 +69,7 @@ class RoutingReplayManager:
             debug=bool(getattr(fd_config.routing_replay_config, "debug_mode", False)),
         )
         self.capture = RoutingCapture(self.writer, self.table, self._capturer)
+        self.faults = self.capture.faults
 
     # ---- the forward
 
@@ -77,12 +80,17 @@ class RoutingReplayManager:
     def save(self, topk_ids: Any, layer_idx: int, num_tokens: int) -> None:
         """Keep what a layer chose; layer_idx counts from the first MoE layer, dense ones between included."""
         if self.capture is not None:
-            self.capture.record(self.spec.moe_layers[0] + layer_idx, topk_ids, num_tokens)
+            first = self.spec.moe_layers[0]
+            self.faults.attempt("record", lambda: self._capturer.record(first + layer_idx, topk_ids, num_tokens))
 
     # ---- requests
 
     def register_request(self, batch_id: int, request_id: str) -> None:
         """A request begins in a row of the batch; chunks of its prefill repeat this."""
+        self.faults.attempt("register_request", self._register, batch_id, request_id)
+
+    def _register(self, batch_id: int, request_id: str) -> None:
+        self._check_row(batch_id)
         record_id = record_id_of(request_id) or ""
         before = self.routing_batch_to_request.get(batch_id)
         if self.capture is None or before == record_id != "":
@@ -99,10 +107,19 @@ class RoutingReplayManager:
 
     def clear_request(self, batch_id: int) -> None:
         """A request was preempted: what the model chose for it so far is stored, and it goes on when it is registered again."""
+        self.faults.attempt("clear_request", self._clear_request, batch_id)
+
+    def _clear_request(self, batch_id: int) -> None:
+        self._check_row(batch_id)
         record_id = self.routing_batch_to_request.pop(batch_id, "")
         if self.capture is not None and record_id:
-            self.capture.preempt(record_id, self._blocks()[batch_id], int(self._fed[batch_id]))
+            blocks = self.faults.attempt("clear_request", lambda: self._blocks()[batch_id])
+            self.capture.preempt(record_id, () if blocks is None else blocks, int(self._fed[batch_id]))
         self._forget(batch_id)
+
+    def _check_row(self, batch_id: int) -> None:
+        if not 0 <= batch_id < self.max_num_seqs:
+            raise InvalidInputError(f"row {batch_id!r} of the batch: expected 0 to {self.max_num_seqs - 1}")
 
     def clear_all_request(self) -> None:
         """The engine forgets its requests and its cache; those in flight leave a drop row each."""
@@ -124,30 +141,59 @@ class RoutingReplayManager:
 
     def get_token_positions(self, seq_lens_decoder: Any, seq_lens_this_time: Any) -> Positions:
         """Before the forward: the positions each row of the batch feeds. Blocks that get new content are recycled here."""
-        starts, counts = _flat(seq_lens_decoder), _flat(seq_lens_this_time)
-        positions = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        self._slots = self._none
         if self.capture is not None:
             self._capturer.skip()  # what dummy and profile runs have recorded
-            rows = np.repeat(np.arange(len(positions)), counts)
-            found = self.capture.faults.attempt(
-                "get_token_positions", self._watcher.slots, self._blocks(), rows, np.concatenate(positions)
+        return self.faults.attempt("get_token_positions", self._positions, seq_lens_decoder, seq_lens_this_time) or []
+
+    def _positions(self, seq_lens_decoder: Any, seq_lens_this_time: Any) -> Positions:
+        starts, counts = _flat(seq_lens_decoder), _flat(seq_lens_this_time)
+        if len(starts) != len(counts) or len(starts) > self.max_num_seqs or (counts < 0).any():
+            raise InvalidInputError(
+                f"{len(starts)} starts and {len(counts)} counts of at most {self.max_num_seqs} rows, over 0"
             )
-            self._slots = np.full(len(rows), -1, np.int64) if found is None else found
+        positions = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        if self.capture is not None and positions:
+            rows = np.repeat(np.arange(len(positions)), counts)
+            self._slots = np.full(len(rows), -1, np.int64)
+            found = self.faults.attempt(
+                "get_token_positions", lambda: self._watcher.slots(self._blocks(), rows, np.concatenate(positions))
+            )
+            self._slots = self._slots if found is None else found
             fed = starts + counts
             self._fed[: len(fed)][counts > 0] = fed[counts > 0]
         return positions
 
     def compute_slot_mapping(self, positions: Positions) -> Positions:
         """The slots of the positions that were fed, for each row of the batch."""
+        return self.faults.attempt("compute_slot_mapping", self._mapping, positions) or []
+
+    def _mapping(self, positions: Positions) -> Positions:
         if self.capture is None or sum(len(each) for each in positions) != len(self._slots):
             return [np.empty(0, np.int64) for _ in positions]
-        return np.split(self._slots, np.cumsum([len(each) for each in positions])[:-1])
+        return np.split(self._slots, np.cumsum([len(each) for each in positions])[:-1]) if positions else []
 
     def update_host_cache(self, positions: Positions, slot_mapping: Positions) -> None:
         """After the forward: its rows into the table, by slot."""
-        if self.capture is not None and any(len(each) for each in slot_mapping):
-            self.capture.step(np.concatenate(slot_mapping), np.concatenate(positions))
-            self.capture.flush()
+        if self.capture is not None:
+            self.faults.attempt("update_host_cache", self._update, self.capture, positions, slot_mapping)
+
+    def _update(self, capture: RoutingCapture, positions: Positions, slot_mapping: Positions) -> None:
+        try:
+            fed, slots = np.concatenate([*positions, self._none]), np.concatenate([*slot_mapping, self._none])
+        except Exception:
+            self._lose_step()
+            raise
+        if len(fed) != len(slots):
+            self._lose_step()
+            raise InvalidInputError(f"{len(slots)} slots for {len(fed)} positions")
+        if len(slots):
+            capture.step(slots, fed)
+            capture.flush()
+
+    def _lose_step(self) -> None:
+        self._capturer.skip()
+        self._capturer.forget(self._slots)
 
     def put_finished_batch(self, finished_batch_ids: Any, seq_lens_decoder: Any) -> None:
         """Requests end: each becomes one record, gathered straight into the spool. Call it before their blocks are given away.
@@ -157,23 +203,35 @@ class RoutingReplayManager:
         """
         if self.capture is None:
             return
-        lengths, blocks = _flat(seq_lens_decoder), None
-        ended: list[Finished] = []
-        for batch_id in np.flatnonzero(_flat(finished_batch_ids)).tolist():
-            record_id = self.routing_batch_to_request.pop(batch_id, None)
-            if record_id is None:
-                self.capture.faults.tell(
-                    "put_finished_batch",
-                    InvalidInputError(f"row {batch_id} of the batch ended, which no request was registered in"),
-                )
-            elif record_id:
-                blocks = self._blocks() if blocks is None else blocks
-                length = int(lengths[batch_id]) or int(self._fed[batch_id])
-                fed = min(int(self._fed[batch_id]), length)
-                ended.append(Finished(record_id, np.array(blocks[batch_id]), fed, num_tokens=length))
-            self._forget(batch_id)
-        if ended:
-            self.capture.finish_many(ended)
+        with self.faults.held():
+            flags = self.faults.attempt("put_finished_batch", _flat, finished_batch_ids)
+            lengths = self.faults.attempt("put_finished_batch", _flat, seq_lens_decoder)
+            blocks = self.faults.attempt("put_finished_batch", self._blocks)
+            ended: list[Finished] = []
+            for batch_id in [] if flags is None else np.flatnonzero(flags).tolist():
+                end = self.faults.attempt("put_finished_batch", self._ended, batch_id, lengths, blocks)
+                if end is not None:
+                    ended.append(end)
+            if ended:
+                self.capture.finish_many(ended)
+
+    def _ended(self, batch_id: int, lengths: Any, blocks: Any) -> Finished | None:
+        """How the request in a row of the batch ends; where length or blocks are not told, with what is known."""
+        record_id = self.routing_batch_to_request.pop(batch_id, None)
+        if record_id is None:
+            raise InvalidInputError(f"row {batch_id} of the batch ended, which no request was registered in")
+        fed = int(self._fed[batch_id])
+        self._forget(batch_id)
+        if not record_id:
+            return None
+        told = lengths is not None and batch_id < len(lengths)
+        if not told:
+            self.faults.tell(
+                "put_finished_batch", InvalidInputError(f"row {batch_id} of the batch ended, and has no length")
+            )
+        length = (int(lengths[batch_id]) if told else 0) or fed
+        own = np.array(blocks[batch_id]) if blocks is not None and batch_id < len(blocks) else self._none
+        return Finished(record_id, own, min(fed, length), num_tokens=length)
 
     def close(self) -> None:
         """Requests in flight leave a drop row; everything else becomes durable. Raises what `RoutingWriter.close` raises."""
@@ -213,8 +271,12 @@ def save_routing_to_buffer(
     tp_group: Any,
 ) -> None:
     """In the forward of a MoE layer; topk_ids: [tokens, top_k]. Where experts are parallel beside tensors, all ranks call it."""
-    num_tokens = int(batch_id_per_token.shape[0])
-    routing_replay_table.save(gathered(topk_ids, tp_size, ep_size, tp_group), layer_idx, num_tokens)
+
+    def save() -> None:
+        num_tokens = int(batch_id_per_token.shape[0])
+        routing_replay_table.save(gathered(topk_ids, tp_size, ep_size, tp_group), layer_idx, num_tokens)
+
+    routing_replay_table.faults.attempt("record", save)
 
 
 def max_step_tokens(fd_config: Any) -> int:
@@ -235,5 +297,7 @@ def gathered(topk_ids: Any, tp_size: int, ep_size: int, tp_group: Any) -> Any:
 
 def _flat(value: Any) -> npt.NDArray[np.int64]:
     """Lengths or flags, [n, 1] or [n], on any device."""
-    plain = value if isinstance(value, (np.ndarray, list, tuple)) else value.numpy()
-    return np.asarray(plain).reshape(-1).astype(np.int64)
+    plain = np.asarray(value if isinstance(value, (np.ndarray, list, tuple)) else value.numpy()).reshape(-1)
+    if plain.size and plain.dtype.kind not in "iub":
+        raise InvalidInputError(f"lengths or flags of dtype {plain.dtype}: expected whole numbers")
+    return plain.astype(np.int64)
