@@ -167,12 +167,15 @@ def parse_ref(text: str) -> tuple[str, str] | None:
     return (match["record_id"], match["request_id"]) if match else None
 
 
+_SHOWN_BYTES = 60  # what a proxy's page or a foreign file is told by
+
+
 def read_json(data: bytes, where: str) -> Any:
     """What a stored JSON text says. Raises FormatError that names `where` for what is none, or is nested without end."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{where} is no JSON: {error}") from error
+        raise FormatError(f"{where} is no JSON, it begins with {data[:_SHOWN_BYTES]!r}: {error}") from error
 
 
 @dataclass(frozen=True)

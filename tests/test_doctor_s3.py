@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -46,6 +47,25 @@ def test_what_keeps_it_from_the_store(s3: Place, options: dict[str, Any], said: 
     (finding,) = at_store(s3, **options).values()
     assert (finding.check, finding.level) == ("dataset", "fail")
     assert said in finding.way_out
+
+
+def test_no_credentials_are_found(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, os.devnull)
+    (finding,) = at_store(s3, key=None, secret=None).values()
+    assert (finding.check, finding.level) == ("dataset", "fail")
+    assert "no credentials were found" in finding.seen
+    assert "AWS_PROFILE" in finding.way_out
+
+
+def test_clocks_that_may_not_differ(s3: Place) -> None:
+    rr.create_dataset(s3.uri, SPEC, max_clock_skew_s=0.0, storage_options=s3.options)
+    found = at_store(s3)["dataset"]
+    assert (found.level, "max_clock_skew_s is 0" in found.seen) == ("warn", True)
+    assert "--max-clock-skew 1" in found.way_out
 
 
 def test_a_wrong_bucket(s3: Place) -> None:

@@ -426,3 +426,8 @@ def test_a_mismatch_names_what_differs(change: dict[str, Any], says: str) -> Non
 def test_a_format_that_is_nested_without_end_is_a_format_error() -> None:
     with pytest.raises(FormatError, match=r"_rr/format\.json is no JSON"):
         DatasetFormat.from_json(b"[" * 100_000)
+
+
+def test_what_is_no_format_is_shown_by_its_beginning() -> None:
+    with pytest.raises(FormatError, match="it begins with b'<html><body>Please log in"):
+        DatasetFormat.from_json(b"<html><body>Please log in</body></html>" + b" " * 10_000)

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from counting_proxy import CountingProxy, Request
+from counting_proxy import CountingProxy, Fault, Request
 from s3_medium import S3Medium
 
 import rr_dataset as rr
@@ -161,6 +162,41 @@ print(next(batches).num_rows > 0, next(dataset.scan()).num_rows > 0)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True True\n", "")
 
 
+PAGE = b"<html><body>Please log in</body></html>"
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "said"),
+    [
+        (r"_rr/format\.json", rr.FormatError, r"_rr/format\.json is no JSON, it begins with b'<html><body>Please"),
+        (r"_rr/tombstones/[0-9]", rr.FormatError, r"is no JSON, it begins with b'<html>"),
+        (r"prefix=[^&]*_rr%2F(&|$)", rr.StorageError, r"does not show _rr/format\.json"),
+    ],
+)
+def test_a_page_in_place_of_an_answer_is_no_content(
+    filled: Place, counted: tuple[CountingProxy, dict[str, Any]], target: str, error: type[Exception], said: str
+) -> None:
+    """As of a portal that answers for the store, with 200."""
+    proxy, options = counted
+    rr.delete(filled.uri, ids=[IDS[1]], storage_options=filled.options)
+    fault = proxy.add(Fault("status", method="GET", target=target, times=100, status=200, body=PAGE))
+    with pytest.raises(error, match=said):
+        rr.open_dataset(filled.uri, storage_options=options).get(IDS[0])
+    assert fault.hits
+
+
+def test_a_writer_does_not_start_where_listings_lie(
+    filled: Place, counted: tuple[CountingProxy, dict[str, Any]], tmp_path: Path
+) -> None:
+    proxy, options = counted
+    proxy.add(Fault("status", method="GET", target="prefix=", times=1000, status=200, body=PAGE))
+    settings = rr.WriterOptions(
+        spool_dir=str(tmp_path), spool_bytes=8 << 20, slab_bytes=1 << 20, storage_options=options
+    )
+    with pytest.raises(rr.StorageError, match=r"does not show _rr/format\.json|failed"):
+        rr.RoutingWriter(filled.uri, settings)
+
+
 # Upkeep
 
 
@@ -194,6 +230,7 @@ def test_compaction_reads_each_input_with_two_requests(
     filled: Place, counted: tuple[CountingProxy, dict[str, Any]]
 ) -> None:
     proxy, options = counted
+    began = now_ms()
     reports: list[CompactReport] = []
     seen = requests(proxy, lambda: reports.append(rr.compact(filled.uri, "p1", storage_options=options)))
     assert (reports[0].shards, reports[0].outputs) == (4, 1)
@@ -205,7 +242,7 @@ def test_compaction_reads_each_input_with_two_requests(
     assert rr.verify(filled.uri, storage_options=options).sound
     before = requests(proxy, lambda: compact_at(filled, now_ms()))
     assert not [request for request in before if request.method in ("PUT", "DELETE", "POST")]
-    assert collect_at(filled, now_ms() + GRACE_MS - 5000).replaced == 0
+    assert collect_at(filled, began + GRACE_MS - 5000).replaced == 0  # no later than this after the compaction
     assert collect_at(filled, now_ms() + GRACE_MS + 5000).replaced == 12
     holds(filled.uri, options, ROUTING)
 
@@ -294,6 +331,24 @@ def test_exports_from_and_into_a_bucket(filled: Place, s3_server: S3Server, tmp_
             assert len(data) == path.stat().st_size
     with pytest.raises(rr.InvalidInputError, match="holds files, such as"):
         rr.export(filled.uri, out.uri, kind, storage_options=filled.options, out_options=out.options)
+
+
+def test_an_import_of_what_fastdeploy_stored(s3: Place, tmp_path: Path) -> None:
+    with zipfile.ZipFile(ROOT / "tests/data/fastdeploy_store.zip") as archive:
+        archive.extractall(tmp_path / "store")
+    rr.create_dataset(s3.uri, rr.RoutingSpec((2, 3, 4), num_experts=100, top_k=2), storage_options=s3.options)
+    rr.create_dataset(tmp_path / "local", rr.RoutingSpec((2, 3, 4), num_experts=100, top_k=2))
+    local = rr.import_fastdeploy(tmp_path / "local", tmp_path / "store")
+    assert rr.import_fastdeploy(s3.uri, tmp_path / "store", storage_options=s3.options) == local
+    again = rr.import_fastdeploy(s3.uri, tmp_path / "store", storage_options=s3.options)
+    assert (again.imported, again.existing) == (0, local.imported)
+    ids = sorted(rr.open_dataset(tmp_path / "local").ids())
+    records = [
+        rr.open_dataset(uri, storage_options=options).get_many(ids)
+        for uri, options in ((s3.uri, s3.options), (tmp_path / "local", None))
+    ]
+    for one, other in zip(*records, strict=True):
+        np.testing.assert_array_equal(one.routed_experts, other.routed_experts)
 
 
 def test_counts_and_the_long_form(filled: Place) -> None:

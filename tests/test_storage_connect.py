@@ -65,7 +65,7 @@ def test_the_whole_bucket_is_a_place_too(s3_server: S3Server) -> None:
 def test_errors_say_what_to_do_and_no_secret(medium: S3Medium, s3_server: S3Server) -> None:
     own = medium.options
     cases: list[tuple[str, dict[str, Any], str]] = [
-        ("s3://rr-nobody-made-this/x", {}, "no such bucket"),
+        ("s3://rr-nobody-made-this/x", {}, "no such bucket: make it with `aws s3 mb s3://rr-nobody-made-this`"),
         (medium.uri, {"key": "rr-nobody", "secret": own["secret"]}, "AWS_ACCESS_KEY_ID"),
         (medium.uri, {"secret": "SECRET-wrong"}, "AWS_SECRET_ACCESS_KEY"),
         (medium.uri, {"key": READER[0], "secret": READER[1]}, "s3:PutObject"),

@@ -165,6 +165,18 @@ def dataset(found: DatasetFormat | Exception, place: Path | str) -> Verdict:
     return ok(f"format {found.format_version}, {shape}, ids {ids}, clocks within {found.max_clock_skew_s:g} s")
 
 
+def store_dataset(found: DatasetFormat | Exception, uri: str) -> Verdict:
+    """The same in a store, which several hosts reach."""
+    if isinstance(found, DatasetFormat) and not found.max_clock_skew_s:
+        return warn(
+            f"format {found.format_version}, but the clocks of its hosts may not differ: max_clock_skew_s is 0, and a delete "
+            "may miss puts of a host whose clock is ahead",
+            f"use it from one host, or make another with max_clock_skew_s={HOSTS_SKEW_S} "
+            f"(`rr-dataset create --max-clock-skew {HOSTS_SKEW_S:g}`)",
+        )
+    return dataset(found, uri)
+
+
 def find_mount(mountinfo: str, path: str) -> Mount:
     """The mount that holds `path` (absolute, resolved): the deepest, of those on one point the last."""
     found = Mount("", "unknown")

@@ -58,7 +58,7 @@ def dataset(storage: Storage, found: DatasetFormat | Exception) -> Verdict:
     """What is there, or why it cannot be told."""
     if isinstance(found, StorageError) and not isinstance(found, FileNotFoundError):
         return judge.fail(*split(found))
-    return judge.dataset(found, storage.uri)
+    return judge.store_dataset(found, storage.uri)
 
 
 def split(error: StorageError) -> tuple[str, str]:

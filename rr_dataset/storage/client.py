@@ -6,6 +6,7 @@ import enum
 import errno
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
+from urllib.parse import urlsplit
 
 from rr_dataset.errors import ObjectNotFoundError, StorageError
 
@@ -24,7 +25,7 @@ class Kind(enum.Enum):
     CONFLICT = (errno.EAGAIN, "another request for the same name was under way")
     NO_BUCKET = (
         errno.ENXIO,
-        "there is no such bucket: check its name, and AWS_ENDPOINT_URL; nothing here makes buckets",
+        "there is no such bucket: make it with `aws s3 mb s3://{bucket}`, or check its name and AWS_ENDPOINT_URL",
     )
     WRONG_REGION = (
         errno.ENXIO,
@@ -120,7 +121,8 @@ class RequestFailed(Exception):  # noqa: N818 - the error that callers see is ma
 
 def storage_error(failed: RequestFailed, address: str, endpoint: str = "") -> StorageError:
     """What a caller sees of it."""
-    text = f"{failed.kind.text} ({failed.text}{endpoint and f'; {endpoint}'})"
+    bucket = urlsplit(address).netloc
+    text = f"{failed.kind.text.format(bucket=bucket)} ({failed.text}{endpoint and f'; {endpoint}'})"
     gone = failed.kind in (Kind.MISSING, Kind.CHANGED)
     return (ObjectNotFoundError if gone else StorageError)(failed.kind.code, text, address)
 

@@ -126,7 +126,12 @@ class ObstoreClient:
             return _found(await obstore.head_async(self._brief, key))
 
     async def list(self, prefix: str) -> Listing:
-        """A request per thousand names."""
+        """A request per thousand names.
+
+        obstore takes any well-formed XML or HTML with status 200 for a listing without names, and a page that ends early for
+        the last, and does not show the answer. Whoever opens a dataset looks once whether its listings are real (see
+        `description.open_format`); one that turns false later is not noticed. s3fs refuses such answers.
+        """
         with _Errors():
             listed = await obstore.list_with_delimiter_async(self._brief, prefix)
         return [_found(each) for each in listed["objects"]], listed["common_prefixes"]
