@@ -88,6 +88,113 @@ def test_a_drop_row_says_why(writer: rr.RoutingWriter, tmp_path: Path, run: Run)
         assert reason in str(head.reason)
 
 
+def test_a_part_that_does_not_fit_leaves_what_came_before_in_every_form(
+    writer: rr.RoutingWriter, tmp_path: Path, run: Run
+) -> None:
+    hook = SglangRoutingHook(writer)
+    shorter = Run(SPEC, 5, run.prompt, run.output[:1], run.logprobs[:1], run.routing[:4])
+    broken = wire.sglang(run, 3)
+    broken["meta_info"]["routed_experts"] += "AAAA"
+    forms: list[Any] = [
+        lambda first, second: [first, second],
+        lambda first, second: {"choices": [{**first, "index": 0}, {**second, "index": 1}]},
+    ]
+    for i, form in enumerate(forms):
+        hook.on_finished(f"a:{i}:0:0", form(wire.sglang(shorter), wire.sglang(shorter)))
+        hook.on_finished(f"a:{i}:0:0", form(wire.sglang(run, 3), broken))
+    dataset = stored(writer, tmp_path)
+    for i in range(len(forms)):
+        whole, first = dataset.get_many([f"a:{i}:0:0#0", f"a:{i}:0:0#1"])
+        np.testing.assert_array_equal(whole.to_numpy("TLK"), run.moe[:-1])
+        np.testing.assert_array_equal(first.to_numpy("TLK")[:3], run.moe[:3])
+    assert hook.faults.counts == {"on_finished": len(forms)}
+    assert repr(hook.faults).startswith("Faults(on_finished: 2, the last: sglang: size: expected 3 rows")
+    assert repr(SglangRoutingHook(writer).faults) == "Faults(none)"
+
+
+def test_samples_that_say_one_index_are_apart(writer: rr.RoutingWriter, tmp_path: Path, run: Run) -> None:
+    hook = SglangRoutingHook(writer)
+    other = Run(SPEC, 5, run.prompt, run.output[:2], run.logprobs[:2], run.routing[:5])
+    broken = {"index": 7, "meta_info": {"routed_experts": 3}}
+    samples = [broken, *({**wire.sglang(each), "index": index} for each, index in ((run, 0), (other, 0), (other, 2)))]
+    receipts = hook.on_finished("a:0:0:0", samples)
+    assert [receipt.ref.partition(":")[2] for receipt in receipts] == [f"a:0:0:0#{i}" for i in (7, 0, 3, 2)]
+    heads = stored(writer, tmp_path).heads([f"a:0:0:0#{i}" for i in (0, 2, 3, 7)])
+    assert [(head.status, head.num_tokens) for head in heads[:2]] == [("complete", 6), ("complete", 4)]
+    assert "index: expected another one for each sample; came 0 twice" in str(heads[2].reason)
+    assert "shape: expected" in str(heads[3].reason)
+
+
+def test_one_sample_that_raises_keeps_no_other_from_being_stored(
+    writer: rr.RoutingWriter, tmp_path: Path, run: Run
+) -> None:
+    class Hostile:
+        def __getattr__(self, name: str) -> Any:
+            raise ZeroDivisionError(name)
+
+    hook = SglangRoutingHook(writer)
+    odd = wire.sglang(run)
+    odd["meta_info"]["finish_reason"] = ["x"]
+    hook.on_finished("a:0:0:0", [odd, Hostile(), wire.sglang(run)], token_start=0)
+    heads = stored(writer, tmp_path).heads([f"a:0:0:0#{i}" for i in range(3)])
+    assert [head.status for head in heads] == ["complete", "dropped", "complete"]
+    assert "ZeroDivisionError: meta_info" in str(heads[1].reason)
+
+
+def test_whatever_is_wrong_leaves_a_row(writer: rr.RoutingWriter, tmp_path: Path, run: Run) -> None:
+    class Raises:
+        def __init__(self, error: Exception) -> None:
+            self.error = error
+
+        def __getattr__(self, name: str) -> Any:
+            raise self.error
+
+    hook = SglangRoutingHook(writer)
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        ([], {}),
+        ({"choices": []}, {}),
+        (Raises(AssertionError()), {}),
+        (Raises(ValueError("bad \ud800")), {}),
+        (wire.sglang(run), {"token_start": np.array([1, 2])}),
+        (wire.sglang(run), {"tags": 5}),
+        (wire.sglang(run), {"weight_version": np.zeros(2)}),
+        (np.ma.masked_array(np.zeros((2, 2))), {}),
+    ]
+    ids = [f"a:{i}:0:0" for i in range(len(calls))] + ["a:99:0:0#1"]
+    for request_id, (output, more) in zip(ids, [*calls, ([wire.sglang(run)] * 2, {})], strict=True):
+        receipts = hook.on_finished(request_id, output, **more)
+        assert [receipt.durable() for receipt in receipts] == [False], output
+    heads = stored(writer, tmp_path).heads(ids)
+    assert all(head.status == "dropped" and head.reason for head in heads)
+    assert hook.on_finished(5, [wire.sglang(run)] * 2) == []  # type: ignore[arg-type]
+    assert hook.faults.counts["on_finished"] >= len(calls) + 1
+
+
+def test_arrays_in_the_place_of_lists(writer: rr.RoutingWriter, tmp_path: Path, run: Run) -> None:
+    hook = SglangRoutingHook(writer, strict=True)
+    response = wire.sglang(run)
+    del response["output_ids"]
+    response["meta_info"]["output_token_logprobs"] = np.array(
+        [[p, i] for p, i in zip(run.logprobs, run.output, strict=True)]
+    )
+    hook.on_finished("a:0:0:0", response, prompt_token_ids=np.array(run.prompt))
+    record = stored(writer, tmp_path).get("a:0:0:0")
+    assert record.token_ids is not None
+    assert record.logprobs is not None
+    assert record.token_ids.tolist() == (run.prompt + run.output)[:-1]
+    np.testing.assert_array_equal(record.logprobs[3:], np.array(run.logprobs[:-1], np.float32))
+
+
+def test_a_version_that_nobody_set_is_none(writer: rr.RoutingWriter, tmp_path: Path, run: Run) -> None:
+    hook = SglangRoutingHook(writer, strict=True)
+    response = wire.sglang(run)
+    response["meta_info"]["weight_version"] = "default"
+    hook.on_finished("a:0:0:0", response)
+    hook.on_finished("a:1:0:0", response, weight_version="default")
+    unknown, told = stored(writer, tmp_path).heads(["a:0:0:0", "a:1:0:0"])
+    assert (unknown.weights, told.weights) == ((), ((0, 6, "default"),))
+
+
 def test_nothing_reaches_serving(writer: rr.RoutingWriter) -> None:
     hook = SglangRoutingHook(writer)
     for output in (None, 3, [None], {"meta_info": 4}, []):

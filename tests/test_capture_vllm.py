@@ -163,6 +163,35 @@ def test_json_of_a_server(writer: rr.RoutingWriter, tmp_path: Path, run: Run) ->
         np.testing.assert_array_equal(dataset.get(request_id).to_numpy("TLK"), run.moe[:-1])
 
 
+def test_arrays_in_the_place_of_lists(writer: rr.RoutingWriter, tmp_path: Path, run: Run) -> None:
+    hook = VllmRoutingHook(writer, strict=True)
+    prompt: Any = np.array(run.prompt)
+    outputs = [CompletionOutput(0, np.array(run.output), run.routing[:-1])]  # type: ignore[arg-type]
+    hook.on_finished("a:0:0:0", RequestOutput(prompt, outputs))
+    hook.on_finished("b:0:0:0", SplitRequestOutput(prompt, outputs))
+    hook.on_finished("c:0:0:0", SplitRequestOutput(prompt, [CompletionOutput(0, run.output, run.routing[3:-1])]))
+    dataset = stored(writer, tmp_path)
+    for request_id in ("a:0:0:0", "b:0:0:0", "c:0:0:0"):
+        record = dataset.get(request_id)
+        known = 3 if request_id == "c:0:0:0" else 0
+        assert record.token_ids is not None
+        assert record.token_ids.tolist()[known:] == (run.prompt + run.output)[known:-1]
+        assert record.missing == (((0, 3),) if known else ())
+
+
+def test_masked_rows_are_never_taken_for_real_ones(writer: rr.RoutingWriter, tmp_path: Path, run: Run) -> None:
+    hook = VllmRoutingHook(writer)
+    rows = np.ma.masked_array(run.routing[:-1], mask=np.zeros(run.routing[:-1].shape, bool))
+    hook.on_finished("a:0:0:0", RequestOutput(run.prompt, [CompletionOutput(0, run.output, rows.copy())]))
+    rows[1] = np.ma.masked
+    hook.on_finished("b:0:0:0", RequestOutput(run.prompt, [CompletionOutput(0, run.output, rows)]))
+    hook.on_finished("c:0:0:0", RequestOutput(run.prompt, []))
+    heads = stored(writer, tmp_path).heads(["a:0:0:0", "b:0:0:0", "c:0:0:0"])
+    assert [head.status for head in heads] == ["complete", "dropped", "dropped"]
+    assert "masked" in str(heads[1].reason)
+    assert "samples: expected at least one" in str(heads[2].reason)
+
+
 def test_nothing_reaches_serving(writer: rr.RoutingWriter, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     outputs: list[Any] = [None, 7, {}, RequestOutput([1], None), RequestOutput([1], [None]), Hostile()]  # type: ignore[arg-type, list-item]
     outputs.append(RequestOutput(["x"], [CompletionOutput(0, [1], 3)]))  # type: ignore[list-item]

@@ -253,6 +253,14 @@ def test_refused(contract: str, response: Any, message: str) -> None:
         decode(contract, response, SPEC)
 
 
+def test_a_sample_that_does_not_fit_keeps_the_index_that_it_tells(run: Run) -> None:
+    response = wire.vllm(run)
+    choice = response["choices"][0]
+    response["choices"] = [{**choice, "index": 1, "routed_experts": "AAAA"}, choice, {**choice, "index": "x"}]
+    decoded = decode("vllm", response, SPEC, keep_errors=True)
+    assert [(one.index, one.error is None) for one in decoded] == [(1, False), (0, True), (2, False)]
+
+
 @given(st.sampled_from(sorted(CONTRACTS)), st.data())
 def test_any_json_is_decoded_or_refused(contract: str, data: st.DataObject) -> None:
     """Whatever is put in the place of one value of a good response, nothing but a refusal comes of it."""

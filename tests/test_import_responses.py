@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +149,78 @@ def test_lines_that_are_refused(
     assert told == sorted(told)
     assert told[-1] == (file.stat().st_size, file.stat().st_size)
     assert set(rr.open_dataset(uri).ids()) == {"a:0:0:0", "g:0:0:0"}
+
+
+def changed(response: Any, **changes: Any) -> Any:
+    return {**response, "meta_info": {**response["meta_info"], **changes}}
+
+
+def hostile(run: Run) -> list[tuple[str, Any, str]]:
+    """Contract, line, and what its refusal says; "" where it is imported."""
+    good, one = wire.sglang(run), run.moe[None, :1]
+    batch = {"routed_experts": run.moe[None], "attention_mask": [[1] * 7]}
+    slime = wire.slime(run)
+    triples = [[10**400, 21, None], *([-0.5, i, None] for i in (22, 23, 24))]
+    lines = [
+        ("sglang", changed(good, finish_reason=["x"]), ""),
+        ("sglang", changed(good, finish_reason={"type": {}}), ""),
+        ("sglang", {"choices": 5}, "choices: expected a list"),
+        ("sglang", {"choices": []}, "at least one"),
+        ("sglang", changed(good, output_token_logprobs=triples), "log-probabilities"),
+        ("sglang", changed(good, output_token_logprobs=[[1e39, i, None] for i in run.output]), ""),
+        ("sglang", changed(good, weight_version="\ud800"), "well-formed"),
+        ("sglang", changed(good, weight_version="x" * 2_000_000), "2000"),
+        ("sglang", changed(good, weight_version=[1, 2]), "weight_version: expected a text or a number"),
+        ("slime", {**slime, "weight_versions": 5}, "weight_versions: expected a list"),
+        ("slime", {**slime, "weight_versions": ["a", "\ud800"]}, "well-formed"),
+        ("verl", {**batch, "finish_reason": ["stop"]}, ""),
+        ("verl", {**batch, "rollout_log_probs": {"a": 1}}, "rollout_log_probs"),
+        ("verl", {**batch, "routed_experts": [*run.moe[None], *run.moe[None]], "attention_mask": [[1] * 7] * 2,
+                  "rollout_log_probs": [[0.1]]}, "rollout_log_probs"),
+        ("prime-rl", {"choices": 5}, "choices: expected a list"),
+        ("vllm", {"choices": "abc"}, "choices: expected a list"),
+        ("vllm", {**wire.vllm(run), "choices": [wire.vllm(run)["choices"][0]] * 2}, "came 0 twice"),
+    ]  # fmt: skip
+    for shape in ("(9999999999, 9999999999, 0)", f"({'0, ' * 100})", f"({'1, ' * 100})"):
+        npy = base64.b64decode(wire.npy(one.astype("int32")))
+        header = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+        text = npy[:8] + len(header).to_bytes(2, "little") + header + (b"1234" if "1, 1" in shape else b"")
+        response = wire.vllm(run)
+        response["choices"][0]["routed_experts"] = base64.b64encode(text).decode()
+        lines.append(("vllm", response, "shape: expected one that an array may have"))
+    return lines
+
+
+def test_no_line_keeps_another_from_being_imported(uri: Path, written: Callable[..., Path], run: Run) -> None:
+    goods = {
+        "sglang": wire.sglang(run),
+        "slime": wire.slime(run),
+        "vllm": wire.vllm(run),
+        "prime-rl": wire.prime_rl(run),
+    }
+    goods["verl"] = wire.verl([run], 0, 0)
+    for i, (contract, line, says) in enumerate(hostile(run)):
+        ids = [f"{contract}:{i}:0:{place}" for place in range(3)]
+        lines = [with_id(each, name) for each, name in zip((goods[contract], line, goods[contract]), ids, strict=True)]
+        report = rr.import_responses(uri, written(*lines), contract)
+        stored = set(rr.open_dataset(uri).ids(f"{contract}:{i}"))
+        assert {ids[0], ids[2]} <= stored, (contract, says)
+        if says:
+            (refused,) = report.refused
+            assert says in refused.reason
+            assert "no JSON" not in refused.reason
+            assert ids[1] not in stored
+        else:
+            assert (report.refused, stored) == ((), set(ids))
+
+
+def test_a_refusal_is_short_and_can_be_printed(uri: Path, written: Callable[..., Path], run: Run) -> None:
+    lines = [with_id(wire.sglang(run), name) for name in ("x" * 1_000_000, "\ud800", "a:0:0:0")]
+    report = rr.import_responses(uri, written(*lines), "sglang")
+    assert report.imported == 1
+    for refused in report.refused:
+        assert len(refused.reason.encode()) <= 1000
+    assert len(report.refused) == 2
 
 
 def test_slabs_bound_memory(uri: Path, written: Callable[..., Path], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from rr_dataset.errors import reason_of
+
 T = TypeVar("T")
 
 _log = logging.getLogger("rr_dataset")
@@ -19,17 +21,23 @@ class Faults:
     def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
         self.counts: Counter[str] = Counter()  # by hook
+        self.last: dict[str, str] = {}  # by hook: what went wrong the last time
         self._held: list[Exception] | None = None
+
+    def __repr__(self) -> str:
+        told = "; ".join(f"{hook}: {count}, the last: {self.last[hook]}" for hook, count in self.counts.items())
+        return f"Faults({told or 'none'})"
 
     def tell(self, hook: str, error: Exception) -> None:
         """Count it, log the first of each hook; raise it if strict."""
+        self.last[hook] = reason_of(error)
         self.counts[hook] += 1
         if self.strict and self._held is None:
             raise error
         if self._held is not None:
             self._held.append(error)
         if self.counts[hook] == 1:
-            _log.error("routing capture: %s: %s; serving goes on, stats() counts the rest", hook, error, exc_info=error)
+            _log.error("routing capture: %s: %s; serving goes on, `faults` has the rest", hook, error, exc_info=error)
 
     def attempt(self, hook: str, call: Callable[..., T], *arguments: Any, **named: Any) -> T | None:
         """What the call returns; None if it raised, which is told instead, once all else in it is done."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from rr_dataset.capture.faults import Faults
 from rr_dataset.contracts import Decoded, decode
-from rr_dataset.errors import RoutingDatasetError
 from rr_dataset.receipt import Receipt
 from rr_dataset.writer import RoutingWriter
 
@@ -37,11 +36,15 @@ class ResponseHook:
 
         facts: what `rr_dataset.contracts.decode` takes. Several samples are `<request_id>#<index>`.
         """
-        part = bool(token_start)  # then a drop leaves what came before
+        part = False  # whether a drop leaves what came before
+        several = False
         errors: list[Exception] = []
         decoded: list[Decoded] = []
         receipts: list[Receipt] = []
+        keys = self._writer.dataset.keys
         try:
+            keys.parse(request_id)
+            part = bool(token_start)
             contract, part = self._look(response, token_start)
             decoded = decode(
                 contract,
@@ -52,17 +55,20 @@ class ResponseHook:
                 keep_errors=True,
                 **facts,
             )
+            several = len(decoded) > 1 or decoded[0].index > 0
+            if several:
+                keys.parse(f"{request_id}#{decoded[0].index}")  # an id with a number takes no other
         except Exception as error:  # noqa: BLE001 - whatever the engine handed over, it goes on
+            decoded = []
             errors.append(error)
-            receipts += self._drop(request_id, str(error), part=part)
+            receipts += self._drop(request_id, error, part=part)
         for one in decoded:
-            several = len(decoded) > 1 or one.index > 0
             own_id = f"{request_id}#{one.index}" if several else request_id
             try:
                 receipts += self._put_one(own_id, one, tags, part=part)
             except Exception as error:  # noqa: BLE001 - as above
                 errors.append(error)
-                receipts += self._drop(own_id, str(error), part=part)
+                receipts += self._drop(own_id, error, part=part)
         for fault in errors:
             self.faults.tell("on_finished", fault)
         return receipts
@@ -71,12 +77,12 @@ class ResponseHook:
         if one.error is not None:
             raise one.error
         if one.put is None:
-            return [self._writer.drop(request_id, one.reason or "", part=part)]
+            return [self._writer.drop(request_id, one.reason, part=part)]
         if tags:
             one.put["tags"] = {**(one.put.get("tags") or {}), **tags}
         return [self._writer.put(request_id, **one.put)]
 
-    def _drop(self, request_id: str, reason: str, *, part: bool) -> list[Receipt]:
-        with suppress(RoutingDatasetError):  # an id that is none, a closed writer: the fault is told all the same
+    def _drop(self, request_id: str, reason: Exception, *, part: bool) -> list[Receipt]:
+        with suppress(Exception):  # an id that is none, a closed writer: the fault is told all the same
             return [self._writer.drop(request_id, reason, part=part)]
         return []

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rr_dataset.capture.responses import ResponseHook
-from rr_dataset.contracts.rows import field
+from rr_dataset.contracts.engines import sglang_samples, sglang_start
 from rr_dataset.receipt import Receipt
 
 
@@ -41,5 +41,5 @@ class SglangRoutingHook(ResponseHook):
         )
 
     def _look(self, response: Any, token_start: int | None) -> tuple[str, bool]:
-        told = field(field(response, "meta_info") or response, "routed_experts_start_len")
-        return "sglang", bool(told if token_start is None else token_start)
+        starts = map(sglang_start, sglang_samples(response)) if token_start is None else [token_start]
+        return "sglang", any(map(bool, starts))

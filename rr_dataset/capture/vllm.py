@@ -5,7 +5,7 @@ Needs `enable_return_routed_experts=True` in the engine. Nothing of vLLM is impo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rr_dataset.capture.responses import ResponseHook
@@ -50,9 +50,11 @@ def _is_split(output: Any) -> bool:
         "prompt_routed_experts" in output if isinstance(output, Mapping) else hasattr(output, "prompt_routed_experts")
     ):
         return False
-    choice = (field(output, "choices", "outputs") or [None])[0]
+    choices = field(output, "choices", "outputs")
+    choice = choices[0] if isinstance(choices, Sequence) and len(choices) else None
     rows, ids = field(choice, "routed_experts"), field(choice, "token_ids")
     if rows is None or isinstance(rows, (str, bytes)) or ids is None:
         return False
-    whole = len(field(output, "prompt_token_ids") or ()) + len(ids) - 1  # what a newest engine has
+    prompt = field(output, "prompt_token_ids")
+    whole = (0 if prompt is None else len(prompt)) + len(ids) - 1  # what a newest engine has
     return len(rows) <= len(ids) and len(rows) != whole

@@ -23,11 +23,12 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from rr_dataset.contracts.arrays import refusal
 from rr_dataset.contracts.engines import fastdeploy, sglang, vllm, vllm_split
-from rr_dataset.contracts.rows import Decoded, Facts, PutArguments
+from rr_dataset.contracts.rows import Decoded, Facts, PutArguments, apart, as_refusal
 from rr_dataset.contracts.store import fastdeploy_store, unpadded
 from rr_dataset.contracts.trainers import megatron, nemo_rl, prime_rl, slime, verl
-from rr_dataset.errors import InvalidInputError, InvalidRoutingError
+from rr_dataset.errors import InvalidInputError
 from rr_dataset.record import RoutingSpec
 
 __all__ = ["CONTRACTS", "Decoded", "PutArguments", "decode", "unpadded"]
@@ -69,6 +70,8 @@ def decode(
     thorough: also look for an expert that a token names twice; else only its first two are compared, which finds fillers.
     keep_errors: a sample that does not fit is a `Decoded` with the error, and the others come too; else it is raised.
 
+    There is at least one, and each has an index of its own: a sample that says the index of an earlier one does not fit.
+
     Arrays are views of the response's memory where they can be. Expert ids that are out of range are found by `put`.
 
     Raises InvalidInputError for an unknown contract, and InvalidRoutingError, which says what was expected and what came.
@@ -77,9 +80,11 @@ def decode(
         raise InvalidInputError(f"contract={contract!r}: expected one of {', '.join(CONTRACTS)}")
     facts = Facts(num_hidden_layers, token_start, prompt_token_ids, weight_version, thorough)
     try:
-        decoded = list(CONTRACTS[contract](response, spec, facts))
-    except (RecursionError, MemoryError) as error:
-        raise InvalidRoutingError(f"{contract}: the response does not fit memory: {error}") from error
+        decoded = apart(contract, list(CONTRACTS[contract](response, spec, facts)))
+    except Exception as error:
+        raise as_refusal(f"{contract}: the response", error) from error
+    if not decoded:
+        raise refusal(contract, "samples", "at least one", "none")
     for one in decoded:
         if one.error is not None and not keep_errors:
             raise one.error

@@ -9,12 +9,13 @@ import binascii
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from rr_dataset.errors import InvalidRoutingError
+from rr_dataset.errors import InvalidRoutingError, reason_of
+from rr_dataset.masked import hides_values
 
 _HEADER_BYTES = 1 << 12  # of a .npy file of one array without fields: 128 as numpy.save writes it
 _NPY_HEADER = re.compile(
@@ -69,7 +70,7 @@ def from_raw(contract: str, text: Any, dtype: npt.DTypeLike, shape: Sequence[int
     came = base64_bytes(contract, text)
     if came != size:
         raise refusal(contract, "size", f"{size} bytes for {_shown(shape)} of {np.dtype(dtype)}", f"{came} bytes")
-    return np.frombuffer(from_base64(contract, text), dtype).reshape(shape)
+    return _shaped(contract, np.frombuffer(from_base64(contract, text), dtype), shape)
 
 
 def from_npy(contract: str, text: Any) -> npt.NDArray[Any]:
@@ -93,7 +94,8 @@ def from_npy(contract: str, text: Any) -> npt.NDArray[Any]:
     size, came = math.prod(shape) * dtype.itemsize, len(data) - start
     if size != came:
         raise refusal(contract, ".npy", f"{size} bytes for {_shown(shape)} of {dtype}", f"{came} bytes")
-    return np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if header[2] == b"True" else "C")
+    order: Literal["F", "C"] = "F" if header[2] == b"True" else "C"
+    return _shaped(contract, np.frombuffer(data, dtype, offset=start), shape, order)
 
 
 def from_memory(contract: str, value: Any) -> npt.NDArray[Any]:
@@ -101,14 +103,16 @@ def from_memory(contract: str, value: Any) -> npt.NDArray[Any]:
 
     Raises InvalidRoutingError.
     """
-    if hasattr(value, "detach"):
-        value = value.detach().cpu()
     try:
-        array = np.asarray(value)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # ragged lists, foreign objects
+        if hasattr(value, "detach"):
+            value = value.detach().cpu()
+        hidden, array = hides_values(value), np.asarray(value)
+    except Exception as error:  # ragged lists, foreign objects
         raise refusal(
-            contract, "routed_experts", "an array of integers", f"a {type(value).__name__} ({error})"
+            contract, "routed_experts", "an array of integers", f"a {type(value).__name__} ({reason_of(error)})"
         ) from error
+    if hidden:
+        raise refusal(contract, "routed_experts", "an array without masked values", "a masked array")
     if array.size or isinstance(value, np.ndarray):
         check_integers(contract, array.dtype)
         return array
@@ -143,6 +147,15 @@ def checked_shape(contract: str, shape: Any) -> tuple[int, int, int]:
     if len(sizes) != 3 or any(type(size) is not int or not 0 <= size < 1 << 31 for size in sizes):
         raise refusal(contract, "shape", "three sizes, [tokens, layers, top_k]", repr(shape)[:80])
     return sizes
+
+
+def _shaped(
+    contract: str, array: npt.NDArray[Any], shape: Sequence[int], order: Literal["F", "C"] = "C"
+) -> npt.NDArray[Any]:
+    try:
+        return array.reshape(shape, order=order)
+    except ValueError as error:  # sizes beyond what numpy counts to, or dimensions, of no bytes at all
+        raise refusal(contract, "shape", "one that an array may have", f"{_shown(shape)[:80]} ({error})") from error
 
 
 def _shown(shape: Sequence[int]) -> str:

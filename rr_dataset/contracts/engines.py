@@ -31,6 +31,7 @@ from rr_dataset.contracts.rows import (
     field,
     ids_of,
     layer_counts,
+    listed,
     logprobs_of,
     moe_only,
     record,
@@ -49,8 +50,23 @@ def sglang(response: Any, spec: RoutingSpec, facts: Facts) -> Iterator[Decoded]:
     response: what `/generate` answers, one or a list of them; a chat completion whose choices have `meta_info`; or a `meta_info`.
     A row of zeros is missing. Nothing at all, of a request that was aborted before it ran, is nothing to put.
     """
-    samples = response if isinstance(response, (list, tuple)) else field(response, "choices") or [response]
-    return each(samples, lambda place, sample: _sglang_sample(place, sample, spec, facts))
+    return each(sglang_samples(response), lambda place, sample: _sglang_sample(place, sample, spec, facts))
+
+
+def sglang_samples(response: Any) -> Sequence[Any]:
+    """The samples of a response of SGLang: its `choices`, or itself, one or a list.
+
+    Raises InvalidRoutingError.
+    """
+    if isinstance(response, (list, tuple)):
+        return response
+    choices = field(response, "choices")
+    return [response] if choices is None else listed("sglang", "choices", choices)
+
+
+def sglang_start(sample: Any) -> Any:
+    """The position of the first row of a sample of SGLang, as it tells it; None if it does not."""
+    return field(field(sample, "meta_info") or sample, "routed_experts_start_len")
 
 
 def _sglang_sample(place: int, sample: Any, spec: RoutingSpec, facts: Facts) -> Decoded:
@@ -60,7 +76,7 @@ def _sglang_sample(place: int, sample: Any, spec: RoutingSpec, facts: Facts) -> 
     status, payload = status_of(field(meta, "finish_reason")), field(meta, "routed_experts")
     if payload is None:
         return _nothing(name, index, status)
-    start = _start(name, facts, field(meta, "routed_experts_start_len"))
+    start = _start(name, facts, sglang_start(sample))
     tokens = _sglang_tokens(sample, meta, facts)
     dtype = named_dtype(name, field(meta, "routed_experts_dtype"), _SGLANG_DTYPES, "int32")
     if is_text(payload):
@@ -104,10 +120,12 @@ def _columns(
     name: str, triples: Any, length: int | None
 ) -> tuple[npt.NDArray[Any] | None, npt.NDArray[np.float32] | None]:
     """Token ids and log-probabilities of SGLang's (log-probability, token id, text) triples."""
-    if not triples:
+    if triples is None or len(triples) == 0:
         return None, None
     try:
         logprobs, ids, *_ = zip(*triples, strict=True)
+        if hasattr(triples, "tolist"):  # an array of numbers has one dtype, so its token ids may be floats
+            ids = tuple(int(number) if float(number).is_integer() else number for number in ids)
     except (TypeError, ValueError) as error:
         raise refusal(name, "output_token_logprobs", "triples with a log-probability and a token id", error) from error
     return ids_of(name, "output_token_logprobs", ids), logprobs_of(name, logprobs, length)
@@ -199,9 +217,9 @@ def vllm_split(response: Any, spec: RoutingSpec, facts: Facts) -> Iterator[Decod
 
 def _choices(name: str, response: Any) -> Sequence[Any]:
     choices = field(response, "choices", "outputs")
-    if not isinstance(choices, Sequence):
+    if choices is None:
         raise refusal(name, "choices", "a response with choices or outputs", f"a {type(response).__name__} without")
-    return choices
+    return listed(name, "choices", choices)
 
 
 def _vllm_tokens(name: str, response: Any, choice: Any, facts: Facts) -> Tokens:

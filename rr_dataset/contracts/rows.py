@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array as packed
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count as counted
 from itertools import pairwise
 from typing import Any, TypedDict, TypeVar
 
@@ -13,12 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from rr_dataset.contracts.arrays import from_memory, refusal
-from rr_dataset.errors import InvalidRoutingError
+from rr_dataset.errors import InvalidRoutingError, reason_of
+from rr_dataset.masked import hides_values
 from rr_dataset.record import MAX_POSITION, Range, RoutingSpec, shown_layers
 
 T = TypeVar("T")
 
 MINUS_ONE, ZERO, COUNTING = "-1", "0", "arange"  # what stands in a row without routing
+NO_VERSION = "default"  # the weight version of SGLang and of vLLM until somebody sets one
 
 _COMPLETE = frozenset(
     ("stop", "length", "tool_calls", "function_call", "content_filter", "repetition", "completed", "truncated")
@@ -103,12 +106,59 @@ class Tokens:
 
 
 def each(samples: Iterable[T], decode_one: Callable[[int, T], Decoded]) -> Iterator[Decoded]:
-    """The samples decoded one by one; one that does not fit keeps no other from it."""
+    """The samples decoded one by one; one that does not fit, whatever it raises, keeps no other from it."""
     for place, sample in enumerate(samples):
         try:
             yield decode_one(place, sample)
-        except InvalidRoutingError as error:
-            yield Decoded(place, None, str(error), error)
+        except Exception as error:  # noqa: BLE001 - a sample is whatever an engine or a file makes of it
+            ours = as_refusal("the sample", error)
+            yield Decoded(_told_index(sample, place), None, str(ours), ours)
+
+
+def as_refusal(what: str, error: Exception) -> InvalidRoutingError:
+    """Ours, of anything that was raised where a response was looked at."""
+    if isinstance(error, InvalidRoutingError):
+        return error
+    ours = InvalidRoutingError(f"{what} cannot be read: {reason_of(error)}")
+    ours.__cause__ = error
+    return ours
+
+
+def _told_index(sample: Any, place: int) -> int:
+    with suppress(Exception):  # it does not fit in other ways, too
+        told = count("", "index", field(sample, "index"))
+        return place if told is None else told
+    return place
+
+
+def apart(contract: str, decoded: Sequence[Decoded]) -> list[Decoded]:
+    """Each with an index of its own: of several that have one, the first that fits keeps it, and the others become errors with
+    an index that nothing has, since a record under the same id would take the place of the first.
+    """
+    owners: dict[int, int] = {}
+    for place in sorted(range(len(decoded)), key=lambda place: decoded[place].error is not None):
+        owners.setdefault(decoded[place].index, place)
+    if len(owners) == len(decoded):
+        return list(decoded)
+    found = []
+    for place, one in enumerate(decoded):
+        if owners[one.index] != place:
+            index = next(number for number in counted(place) if number not in owners)
+            owners[index] = place
+            error = one.error or refusal(contract, "index", "another one for each sample", f"{one.index} twice")
+            one = replace(one, index=index, put=None, reason=str(error), error=error)  # noqa: PLW2901 - the same sample
+        found.append(one)
+    return found
+
+
+def listed(contract: str, name: str, value: Any) -> Sequence[Any]:
+    """Several of something.
+
+    Raises InvalidRoutingError.
+    """
+    if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence):
+        raise refusal(contract, name, "a list", f"a {type(value).__name__}")
+    return value
 
 
 def field(response: Any, *names: str) -> Any:
@@ -156,12 +206,16 @@ def logprobs_of(contract: str, values: Any, length: int | None) -> npt.NDArray[n
     """
     if values is None:
         return None
-    if hasattr(values, "detach"):
-        values = values.detach().cpu()
     try:
-        array = np.asarray(values if hasattr(values, "__array__") else list(values), np.float32)
-    except (ValueError, TypeError) as error:
+        if hasattr(values, "detach"):
+            values = values.detach().cpu()
+        hidden = hides_values(values)
+        with np.errstate(over="ignore"):  # beyond float32 is infinite
+            array = np.asarray(values if hasattr(values, "__array__") else list(values), np.float32)
+    except (ValueError, TypeError, OverflowError) as error:
         raise refusal(contract, "log-probabilities", "a list of numbers", error) from error
+    if hidden:
+        raise refusal(contract, "log-probabilities", "numbers, NaN where there is none", "a masked array")
     if array.ndim != 1 or (length is not None and len(array) != length):
         raise refusal(contract, "log-probabilities", f"one for each of {length} output tokens", f"shape {array.shape}")
     return array
@@ -172,11 +226,25 @@ def status_of(finish_reason: Any) -> str | None:
     if isinstance(finish_reason, Mapping):  # SGLang: {"type": "stop", ...}
         finish_reason = finish_reason.get("type")
     text = getattr(finish_reason, "value", finish_reason)  # an enum of slime
+    if not isinstance(text, str):
+        return None
     if text in _ABORTED:
         return "aborted"
     if text in _COMPLETE:
         return "complete"
     return "partial" if text == "pending" else None
+
+
+def version_of(contract: str, told: Any) -> str | int | None:
+    """The weight version that a response tells; None for NO_VERSION, which says that nobody told the engine.
+
+    Raises InvalidRoutingError.
+    """
+    if told is None or isinstance(told, (int, np.integer)):
+        return None if told is None else int(told)
+    if not isinstance(told, (str, float)):
+        raise refusal(contract, "weight_version", "a text or a number", repr(told)[:80])
+    return None if told == NO_VERSION else str(told)
 
 
 def layer_counts(spec: RoutingSpec, facts: Facts) -> dict[int, str]:
@@ -243,9 +311,9 @@ def record(
         put["status"] = status
     if empty is not None:
         put["missing"] = _ranges(empty, start)
-    version = facts.weight_version if facts.weight_version is not None else weight_version
-    if version is not None:
-        put["weight_version"] = version if isinstance(version, int) else str(version)
+    told = version_of(contract, weight_version) if facts.weight_version is None else facts.weight_version
+    if told is not None:
+        put["weight_version"] = told
     if tags:
         put["tags"] = tags
     return Decoded(index, put)

@@ -21,10 +21,12 @@ from rr_dataset.contracts.rows import (
     each,
     field,
     ids_of,
+    listed,
     logprobs_of,
     record,
     shown_spec,
     status_of,
+    version_of,
 )
 from rr_dataset.record import RoutingSpec
 
@@ -54,6 +56,12 @@ def verl(response: Any, spec: RoutingSpec, facts: Facts) -> Iterator[Decoded]:
             f", input_ids {list(ids.shape)}" if ids is not None else ""
         )
         raise refusal(name, "shapes", "[B, S, layers, top_k] with attention_mask and input_ids [B, S]", shapes)
+    if logprobs is not None and (
+        not hasattr(logprobs, "__len__") or isinstance(logprobs, Mapping) or len(logprobs) != len(batch)
+    ):
+        raise refusal(
+            name, "rollout_log_probs", f"[{len(batch)}, response], a row for each sample", f"shape {np.shape(logprobs)}"
+        )
     status = status_of(field(response, "finish_reason"))
 
     def decode_one(index: int, real: npt.NDArray[np.bool_]) -> Decoded:
@@ -108,7 +116,8 @@ def slime(response: Any, spec: RoutingSpec, facts: Facts) -> Iterator[Decoded]:
         tokens = Tokens(prompt, output, ids[:prompt], ids[prompt:], logprobs)
     array = from_memory(name, payload)
     check_rows(name, array, 0, tokens, [1])
-    versions = list(dict.fromkeys(map(str, field(response, "weight_versions") or ())))
+    told = listed(name, "weight_versions", field(response, "weight_versions") or ())
+    versions = list(dict.fromkeys(str(each) for each in (version_of(name, one) for one in told) if each is not None))
     yield record(
         name,
         array,
@@ -150,7 +159,10 @@ def prime_rl(response: Any, spec: RoutingSpec, facts: Facts) -> Iterator[Decoded
         status = status_of(field(sample, "finish_reason"))
         return record(name, array, spec, facts, tokens=tokens, fillers=[ZERO], start=start, index=place, status=status)
 
-    return each(field(response, "choices") or [field(response, "tokens") or response], decode_one)
+    choices = field(response, "choices")
+    return each(
+        [field(response, "tokens") or response] if choices is None else listed(name, "choices", choices), decode_one
+    )
 
 
 def nemo_rl(response: Any, spec: RoutingSpec, facts: Facts) -> Iterator[Decoded]:

@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from rr_dataset.clock import HybridClock
 from rr_dataset.dataset import open_dataset
+from rr_dataset.errors import reason_of
 from rr_dataset.layout import STAGING_DIR, DatasetFormat
 from rr_dataset.options import WriterOptions
-from rr_dataset.publish import PUBLISH_THREADS, publish_slab
+from rr_dataset.publish import publish_slab, publish_threads
 from rr_dataset.record import Range, Row, RowData
 from rr_dataset.storage import open_storage
 from rr_dataset.tombstones import TombstoneCache
@@ -30,7 +31,10 @@ class Refused:
     """A record that was not imported."""
 
     path: str  # its folder, a file that belongs to none, or a file and its line
-    reason: str
+    reason: str  # at most MAX_REASON_BYTES, well-formed
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", reason_of(self.reason))
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ def import_records(
     storage, cache = open_storage(uri, storage_options), TombstoneCache(fmt.keys, fmt.last_turn)
     writer, clock = secrets.token_hex(8), HybridClock()
     imported = tokens = existing = 0
-    with ThreadPoolExecutor(PUBLISH_THREADS, "rr-import") as pool:
+    with ThreadPoolExecutor(publish_threads(storage), "rr-import") as pool:
         for seq, found in enumerate(_slabs(records)):
             ids = list(dict.fromkeys(each.request_id for each in found))
             covered: dict[str, list[Range]] = defaultdict(list)

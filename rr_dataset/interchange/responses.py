@@ -13,13 +13,15 @@ import numpy.typing as npt
 
 from rr_dataset.contracts import CONTRACTS, Decoded, decode
 from rr_dataset.dataset import open_dataset
-from rr_dataset.errors import InvalidInputError, InvalidRequestIdError, InvalidRoutingError
+from rr_dataset.errors import InvalidInputError, InvalidRoutingError, reason_of
 from rr_dataset.interchange.imported import Found, ImportReport, Refused, import_records
 from rr_dataset.layout import DatasetFormat
+from rr_dataset.options import MAX_META_BYTES
 from rr_dataset.record import RoutingSpec
 from rr_dataset.verify import Progress
 
 MAX_LINE_BYTES = 1 << 30  # of one response: a longer line is refused without being kept
+SHOWN_ID = 200  # characters of an id in the reason of a refusal
 ID_FIELDS = ("request_id", "rid", "id", "uid", "meta_info.id")  # where systems put an id of a response
 
 
@@ -95,21 +97,22 @@ def _read(
         return
     try:
         response = json.loads(line)
-        request_id = _id_of(response, id_field)
-        samples = decode(contract, response, fmt.spec, thorough=True, keep_errors=True, **facts)
-    except InvalidRoutingError as error:
-        yield str(error)
-        return
     except (ValueError, RecursionError) as error:
         yield f"no JSON: {error}"
+        return
+    try:
+        request_id = _id_of(response, id_field)
+        samples = decode(contract, response, fmt.spec, thorough=True, keep_errors=True, **facts)
+    except Exception as error:  # noqa: BLE001 - whatever a line has, it keeps no other from being imported
+        yield reason_of(error)
         return
     for sample in samples:
         several = len(samples) > 1 or sample.index > 0
         own_id = f"{request_id}#{sample.index}" if several else request_id
         try:
             yield _record(own_id, sample, fmt)
-        except (InvalidRoutingError, InvalidRequestIdError) as error:
-            yield f"{own_id}: {error}"
+        except Exception as error:  # noqa: BLE001 - as above
+            yield f"{reason_of(own_id)[:SHOWN_ID]}: {reason_of(error)}"
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes | None]:
@@ -140,6 +143,7 @@ def _record(request_id: str, sample: Decoded, fmt: DatasetFormat) -> Found:
     put = sample.put
     start, missing, version = put.get("token_start", 0), tuple(put.get("missing", ())), put.get("weight_version")
     part = put.get("part", False)
+    _check_texts(missing, version, put.get("tags"))
     ids = put.get("token_ids")
     if ids is not None and ids.size and not -(1 << 31) <= ids.min() <= ids.max() < 1 << 31:
         raise InvalidRoutingError(f"token ids from {ids.min()} to {ids.max()}: expected what fits int32")
@@ -156,6 +160,19 @@ def _record(request_id: str, sample: Decoded, fmt: DatasetFormat) -> Found:
         logprobs=put.get("logprobs"),
         tags=put.get("tags"),
     )
+
+
+def _check_texts(missing: object, version: object, tags: Mapping[str, str] | None) -> None:
+    """Raises InvalidRoutingError for what `RoutingWriter.put` would not take: a text that is not well-formed, or too much."""
+    text = json.dumps([missing, None if version is None else str(version), tags], ensure_ascii=False)
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidRoutingError("weight_version or tags: expected a well-formed text") from error
+    if size > MAX_META_BYTES:
+        raise InvalidRoutingError(
+            f"weight_version, tags and missing take {size} bytes: expected at most {MAX_META_BYTES}"
+        )
 
 
 def _experts(routing: npt.NDArray[Any], gaps: list[tuple[int, int]], spec: RoutingSpec) -> npt.NDArray[Any]:
