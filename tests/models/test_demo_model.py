@@ -8,9 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from frameworks import QUIET, framework
 
+import rr_dataset as rr
 from cli.main import main
 
 framework("paddle")
@@ -56,6 +58,23 @@ def test_it_says_what_it_found_and_fails_if_that_is_unsound(
         out = capsys.readouterr().out
         assert "one token late" in out
         assert ("THIS IS NOT AS IT SHOULD BE" in out) == bool(code)
+
+
+def test_paddles_gates_are_hooked_by_one_replay_and_given_back_as_they_were() -> None:
+    paddle, small_model = framework("paddle"), framework("rr_dataset.demo.model")
+    model = small_model.ByteModel(small_model.Shape(layers=2))
+    replay, other = (rr.RoutingReplay(model.shape.spec) for _ in range(2))
+    tokens = paddle.to_tensor(np.zeros((1, 3), np.int64))
+    with small_model.captured(model) as taken:
+        with replay.attach(model):
+            with pytest.raises(rr.InvalidInputError, match="hooked already"), other.attach(model):
+                pass
+            replay.push(np.tile(np.arange(4), (3, 2, 1)))
+            model(tokens)
+        model(tokens)
+    assert [len(calls) for calls in taken] == [2, 2], "the hook that was there before is there after"
+    with pytest.raises(rr.InvalidInputError, match=r"layer 0: Linear .*own=True"):
+        replay.attach(model, {0: paddle.nn.Linear(2, 2)}).__enter__()
 
 
 def _fields(report: Any) -> dict[str, Any]:
