@@ -102,6 +102,7 @@ def test_the_examples_run_in_order(names: dict[str, Any], capfd: pytest.CaptureF
     assert names["very_put"].routed_experts.shape == (58, 512, 8)
     assert names["view"].layers == tuple(range(16, 31))
     assert names["kinds"] == [3, 1, 254]
+    assert "math_17_epoch_0:2:0:0" in names["seen"]
     captured = names["capture"].stats()
     assert (captured.records, captured.rows, captured.faults) == (1, 20, {})
     ran = 0
@@ -132,7 +133,7 @@ def test_comments_in_the_examples_say_what_comes_out(names: dict[str, Any]) -> N
         else:
             assert value == eval(said["value"]), line
         checked += 1
-    assert checked == 6
+    assert checked == 8
 
 
 @pytest.mark.parametrize("text", sorted(ROOT.glob("*.md")), ids=lambda path: path.name)
