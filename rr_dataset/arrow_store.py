@@ -77,10 +77,13 @@ class _Calls:
 
 def _switches() -> dict[str, list[str]] | None:
     """How often the threads that Python did not start were switched to; None if one is at work, or waits for a core."""
-    ours = {str(each.native_id) for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}  # noqa: SLF001 -- one that Python only saw
+    ours = {
+        threading.get_native_id(),  # after a fork, what enumerate() tells of this thread is the parent's
+        *(each.native_id for each in threading.enumerate() if not isinstance(each, threading._DummyThread)),  # noqa: SLF001 -- one that Python only saw
+    }
     found = {}
     for thread in _THREADS.iterdir():
-        if thread.name in ours:
+        if int(thread.name) in ours:
             continue
         with suppress(OSError):  # it has just ended
             lines = (thread / "status").read_text().splitlines()
