@@ -331,9 +331,8 @@ import os, signal, sys, time
 from rr_dataset.capture import SlotTable
 table = SlotTable.create("t", 8, 4, 3, 2, directory=sys.argv[1])
 child = os.fork() if sys.argv[2:] else None
-if child == 0:
-    time.sleep(60)
-print(child, flush=True)
+if not child:
+    print(os.getpid(), flush=True)  # by a child, once it runs
 time.sleep(60)
 """
 
