@@ -233,6 +233,10 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("", "''"),
         ("file://host/x", "host"),
         ("a\0b", "a"),
+        ("simplecache::s3://b/c", "s3://bucket"),
+        ("arrow_hdfs://x/y", "s3://bucket"),
+        ("s3:/bucket/x", "s3://bucket"),
+        ("://x", "s3://bucket"),
     ],
 )
 def test_other_addresses_are_refused(uri: str, said: str) -> None:

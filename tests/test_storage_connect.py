@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.asyn import get_loop
 from s3_medium import S3Medium
 from weed import READER, REGION, Place, S3Server
 
@@ -51,6 +53,36 @@ def test_addresses_of_buckets() -> None:
     for uri in ("s3://bucket/a b/ü", "s3://bucket/a b/ü/", "S3://bucket/a b/ü"):
         assert open_storage(uri).uri == "s3://bucket/a b/ü"
     assert open_storage("s3://bucket").uri == open_storage("s3://bucket/").uri == "s3://bucket"
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    "endpoint", ["127.0.0.1:9000", "localhost", "http://", "http:/host", "ftp://h", "http://h:x", "http://h?k=S3CRET"]
+)
+def test_an_endpoint_that_is_no_address(endpoint: str, client: str) -> None:
+    options = {"key": "k", "secret": "s", "endpoint_url": endpoint, "client": client}
+    with pytest.raises(InvalidInputError, match="AWS_ENDPOINT_URL") as raised:
+        open_storage("s3://bucket/x", options).list("")
+    assert "S3CRET" not in str(raised.value)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_keys_that_are_no_paths_are_stepped_over(s3_server: S3Server, client: str) -> None:
+    place = s3_server.place()
+    for name in ("1.arrow", "a\nb"):
+        place.client.put_object(Bucket=place.bucket, Key=f"{place.prefix}/data_id=p/{name}", Body=b"x")
+    storage = open_storage(place.uri, {**place.options, "client": client})
+    assert "1.arrow" in {entry.name for entry in storage.list("data_id=p")}
+
+
+def test_a_call_from_within_the_event_loop_is_refused(medium: S3Medium) -> None:
+    storage = open_storage(medium.uri, medium.options)
+
+    async def call() -> None:
+        storage.list("")
+
+    with pytest.raises(InvalidInputError, match="use a thread"):
+        asyncio.run_coroutine_threadsafe(call(), get_loop()).result(30)
 
 
 def test_the_whole_bucket_is_a_place_too(s3_server: S3Server) -> None:

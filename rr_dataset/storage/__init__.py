@@ -19,6 +19,7 @@ from rr_dataset.storage.local import LocalStorage
 __all__ = ["Buffer", "Entry", "OpenSource", "Storage", "open_storage"]
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_MEANT = re.compile(r"[^/]*://|s3a?:", re.IGNORECASE)  # an address that is none, never a folder of that name
 
 
 def open_storage(uri: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Storage:
@@ -48,6 +49,10 @@ def open_storage(uri: str | os.PathLike[str], storage_options: Mapping[str, Any]
         remote = importlib.import_module("rr_dataset.storage.remote")  # fsspec and asyncio cost a local path 0.1 s
         store: Storage = remote.RemoteStorage(text, storage_options or {})
         return store
+    if _MEANT.match(text):
+        raise InvalidInputError(
+            f"{text!r}: expected a path, file:///path or s3://bucket/path; ./ begins a path that looks so"
+        )
     if storage_options:
         raise InvalidInputError(f"storage_options {sorted(storage_options)}: a local path takes none")
     return LocalStorage(text)

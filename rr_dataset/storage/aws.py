@@ -6,12 +6,14 @@ import os
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any
+from urllib.parse import urlsplit
 
 import botocore.configprovider
 import botocore.credentials
 import botocore.exceptions
 import botocore.session
 
+from rr_dataset.errors import InvalidInputError
 from rr_dataset.storage.client import Kind, RequestFailed
 from rr_dataset.storage.connect import S3Options
 
@@ -57,7 +59,7 @@ class Account:
 
 
 def account(options: S3Options) -> Account:
-    """Raises RequestFailed where no credentials are found."""
+    """Raises RequestFailed where no credentials are found, InvalidInputError for an endpoint that is no address."""
     with BotoErrors():
         session = botocore.session.Session(profile=options.profile)
         region = options.region or os.environ.get("AWS_REGION") or session.get_config_variable("region")
@@ -75,8 +77,25 @@ def account(options: S3Options) -> Account:
             credentials = session.get_credentials()
             if credentials is None:
                 raise botocore.exceptions.NoCredentialsError
+    _check_endpoint(endpoint)
     style = options.addressing_style or ("path" if endpoint else "virtual")
     return Account(region or DEFAULT_REGION, endpoint, style == "path", credentials)
+
+
+def _check_endpoint(endpoint: str | None) -> None:
+    if endpoint is None:
+        return
+    shown = endpoint.rpartition("@")[2]
+    try:
+        parts = urlsplit(endpoint)
+        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        sound = False
+    if not sound or "?" in endpoint or "#" in endpoint:
+        raise InvalidInputError(
+            f"endpoint {shown.partition('?')[0]!r}: expected http://host:port or https://host; it comes from endpoint_url, "
+            "AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or the profile"
+        )
 
 
 class BotoErrors:

@@ -29,8 +29,10 @@ class FsspecClient:
         self._bucket = bucket
         try:
             self._fs = fsspec.filesystem(scheme, use_listings_cache=False, **options)
-        except ImportError as error:
-            raise InvalidInputError(f"{scheme}://: {error}") from error
+        except Exception as error:  # file systems raise anything for options they lack
+            raise InvalidInputError(
+                f"{scheme}:// (untested) cannot be used with storage_options {sorted(options)}: {type(error).__name__}: {error}"
+            ) from error
 
     async def put_new(self, key: str, data: Sequence[memoryview], size: int) -> bool:  # noqa: ARG002 -- one call, however large
         """Look, then create."""
@@ -97,7 +99,7 @@ class FsspecClient:
             raise RequestFailed(Kind.TIMEOUT, type(error).__name__) from error
         except ConnectionError as error:
             raise RequestFailed(Kind.UNREACHABLE, type(error).__name__) from error
-        except OSError as error:
+        except Exception as error:  # file systems raise what their clients raise
             raise RequestFailed(Kind.SERVER, type(error).__name__) from error
 
     def _path(self, key: str) -> str:

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import obstore
-from obstore.exceptions import BaseError
+from obstore.exceptions import BaseError, InvalidPathError
 from obstore.store import S3Store
 
 from rr_dataset.storage.aws import account
@@ -39,6 +39,10 @@ _SAID = {
 }
 
 
+class _NotAPath(RequestFailed):
+    """Somebody's key in a listing is none that obstore can read."""
+
+
 class _Errors:
     """Raises what obstore raises as RequestFailed, without the texts of requests and answers."""
 
@@ -48,6 +52,8 @@ class _Errors:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, BaseError | FileNotFoundError | ValueError):
             return
+        if isinstance(error, InvalidPathError):
+            raise _NotAPath(Kind.REFUSED, type(error).__name__) from None
         text = str(error)
         status, code = _STATUS.search(text), _CODE.search(text)
         if status or code:
@@ -130,10 +136,14 @@ class ObstoreClient:
 
         obstore takes any well-formed XML or HTML with status 200 for a listing without names, and a page that ends early for
         the last, and does not show the answer. Whoever opens a dataset looks once whether its listings are real (see
-        `description.open_format`); one that turns false later is not noticed. s3fs refuses such answers.
+        `description.open_format`); one that turns false later is not noticed. s3fs refuses such answers. Where somebody's key is
+        no path for obstore ("a//b", a line break), s3fs lists.
         """
-        with _Errors():
-            listed = await obstore.list_with_delimiter_async(self._brief, prefix)
+        try:
+            with _Errors():
+                listed = await obstore.list_with_delimiter_async(self._brief, prefix)
+        except _NotAPath:
+            return await self._parts().list(prefix)
         return [_found(each) for each in listed["objects"]], listed["common_prefixes"]
 
     async def delete(self, keys: Sequence[str]) -> Sequence[str]:

@@ -282,6 +282,7 @@ class RemoteStorage:
     def _run(self, path: str, call: Coroutine[Any, Any, _T]) -> _T:
         future = None
         try:
+            _check_loop()
             self._client()  # in this thread: it may have to ask for credentials
             future = asyncio.run_coroutine_threadsafe(call, get_loop())
             return result(future)
@@ -409,6 +410,12 @@ def _cut(start: int, buffers: Sequence[memoryview]) -> list[tuple[int, list[memo
             at += taken.nbytes
             view = view[taken.nbytes :]
     return pieces
+
+
+def _check_loop() -> None:
+    with suppress(RuntimeError):  # no loop runs in this thread
+        if asyncio.get_running_loop() is get_loop():
+            raise InvalidInputError("called from within fsspec's event loop, which would wait for itself: use a thread")
 
 
 async def _pause(attempt: int) -> None:
