@@ -129,6 +129,8 @@ def _kept(name: str, value: Any) -> Any:
     try:
         if isinstance(value, str) or not isinstance(value, Iterable):
             return value
-        return tuple(tuple(each) if isinstance(each, Iterable) and not isinstance(each, str) else each for each in value)
+        return tuple(
+            tuple(each) if isinstance(each, Iterable) and not isinstance(each, str) else each for each in value
+        )
     except Exception as error:
         raise unreadable(name, error) from error

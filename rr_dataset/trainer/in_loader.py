@@ -25,6 +25,7 @@ def worker_share() -> tuple[int, int]:
 
 def adapted(base: type[Any], stream: RoutingStream) -> Any:
     """An instance of a subclass of `base` that gives what the stream gives; pickles with it."""
+
     class Adapted(base):  # type: ignore[misc]
         def __iter__(self) -> Iterator[Sample]:
             return iter(stream)
