@@ -1,4 +1,4 @@
-"""Requests from register to their record, through a real writer, and the self-check of a capture with debug=True."""
+"""Requests from register to their record, through a real writer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ import numpy as np
 import pytest
 
 import rr_dataset as rr
-from cli.main import main
 from rr_dataset.capture import Finished, RoutingCapture, SlotTable, StepCapturer
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError, RecordDroppedError
 from tests.engines import options
-from tests.routing_engine import SPEC as SIM_SPEC
-from tests.routing_engine import Engine, check
 
 SPEC = rr.RoutingSpec((3, 4, 7, 9), num_experts=200, top_k=2)
 BLOCK = 4
@@ -419,78 +416,7 @@ def test_ranks_that_write_nothing(table: SlotTable, prompt: str) -> None:
     assert capture.stats().faults == {}
 
 
-def test_a_table_of_another_shape_is_refused(writer: rr.RoutingWriter, tmp_path: Path) -> None:
-    with (
-        SlotTable.create("other", 4, 4, 3, 2, directory=tmp_path) as other,
-        pytest.raises(InvalidInputError, match="has rows"),
-    ):
-        RoutingCapture(writer, other)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_simulated_engine_into_a_dataset(seed: int, tmp_path: Path) -> None:
-    with rr.RoutingWriter(tmp_path / "d", options(tmp_path), create=SIM_SPEC) as writer:
-        engine = Engine(seed, writer, overlap=seed % 2 == 0)
-        engine.run(150)
-        engine.close()
-        writer.flush()
-        dataset = rr.open_dataset(tmp_path / "d")
-        assert set(dataset.ids()) == set(engine.expected) | engine.dropped
-        known = {}
-        for record in dataset.get_many(engine.expected):
-            versions = {p: version for start, stop, version in record.weights for p in range(start, stop)}
-            gone = {p for start, stop in record.missing for p in range(start, stop)}
-            routing = record.to_numpy("TLK")
-            found = {
-                p: (tuple(routing[p].ravel().tolist()), versions.get(p, ""))
-                for p in range(record.num_tokens)
-                if p not in gone
-            }
-            known[record.request_id] = (found, record.num_tokens, record.status)
-        assert check(engine, known) > 50
-
-
-# --- the self-check of integrators
-
-
-def self_check(root: Path, *more: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["verify", str(root), *more])
-    return int(ended.value.code or 0)
-
-
-def test_debug_writes_positions_and_verify_finds_them(
-    writer: rr.RoutingWriter, table: SlotTable, root: Path, capfd: pytest.CaptureFixture[str], prompt: str
-) -> None:
-    capture = RoutingCapture(writer, table, StepCapturer(table, SPEC, 64, debug=True))
-    capture.register(f"{prompt}:0:0:0")
-    feed(capture, [2, 7, 1], 0, rows(0, 5))
-    feed(capture, [2, 7, 1], 5, rows(1, 4))
-    capture.finish(f"{prompt}:0:0:0", [2, 7, 1], 9)
-    writer.flush()
-    assert rr.verify(root, prompt, positions=True).problems == ()
-    assert self_check(root, "--prefix", prompt, "--positions") == 0
-
-    capture.register(f"{prompt}:1:0:0")
-    feed(capture, [3, 4], 0, rows(0, 3))
-    feed(capture, [3, 4], 4, rows(1, 2))  # an engine whose positions are off by one
-    capture.finish(f"{prompt}:1:0:0", [3, 4], 6)
-    capture.register(f"{prompt}:2:0:0")
-    feed(capture, [5, 6], 1, rows(0, 5))
-    capture.finish(f"{prompt}:2:0:0", [6, 5], 6)
-    capture.abort(f"{prompt}:3:0:0")
-    writer.flush()
-    assert rr.verify(root, prompt).sound
-    (problem,) = (each for each in rr.verify(root, prompt, positions=True).problems if each.level == "error")
-    assert (problem.kind, problem.request_id, problem.count) == ("positions", f"{prompt}:2:0:0", 1)
-    assert problem.text == ("token 0, layer 3: [7, 8], a capture with debug=True writes [3, 4]; 3 of 6 tokens differ")
-    capfd.readouterr()
-    assert self_check(root, "--prefix", prompt, "--positions") == 3
-    assert "positions" in capfd.readouterr().out
-
-
 # --- nothing that an engine says is raised into it, or loses another's record
-
 
 ODD: tuple[Any, ...] = (["x"], {}, None, "\ud800", "a\0b", 5, np.zeros(2), object())
 
