@@ -34,13 +34,19 @@ def run(capfd: pytest.CaptureFixture[str]) -> Any:
 
 
 @pytest.mark.parametrize("entered", [True, False])
-def test_demo_leaves_a_dataset_to_look_at(
+def test_demo_says_what_both_sides_did_and_leaves_a_dataset_to_look_at(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entered: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(SCRIPT).parent}:/usr/bin:/bin" if entered else "/usr/bin:/bin")
     code, out, err = run("demo", "it's here", "--rate", 0)
     assert (code, err) == (0, "")
+    assert re.search(r"put +200 records, 98,089 tokens, 6.3 MB\n", out)
+    assert re.search(r"put latency +median \d+ us, p99 \d+ us\n", out)
+    assert re.search(r"put to visible +median \d+ ms, p99 \d+ ms\n", out)
+    assert re.search(r"read a batch +32 records, 2 layers, 4,096 tokens: 65.5 kB in .*/s\n", out)
+    assert re.search(r"read everything +200 records, 8 layers, 98,089 tokens: 6.3 MB in .*/s\n", out)
+    assert re.search(r"compared +all as the engine had them\n", out)
     following = re.findall(r"^  (\S*rr-dataset) (.*)$", out, re.MULTILINE)
     assert [(program == "rr-dataset", line.split()[0]) for program, line in following] == [
         (entered, "info"),
@@ -51,19 +57,10 @@ def test_demo_leaves_a_dataset_to_look_at(
         assert subprocess.run(["sh", "-c", " ".join(command)], capture_output=True, text=True, check=True).stdout
 
 
-def test_demo_says_what_both_sides_did(run: Any, tmp_path: Path) -> None:
-    uri = tmp_path / "a"
-    code, out, err = run("demo", uri, "--rate", 0)
-    assert (code, err) == (0, "")
-    assert re.search(r"put +200 records, 98,089 tokens, 6.3 MB\n", out)
-    assert re.search(r"put latency +median \d+ us, p99 \d+ us\n", out)
-    assert re.search(r"put to visible +median \d+ ms, p99 \d+ ms\n", out)
-    assert re.search(r"read a batch +32 records, 2 layers, 4,096 tokens: 65.5 kB in .*/s\n", out)
-    assert re.search(r"read everything +200 records, 8 layers, 98,089 tokens: 6.3 MB in .*/s\n", out)
-    assert re.search(r"compared +all as the engine had them\n", out)
-    told = json.loads(run("demo", uri, "--rate", 0, "--json")[1])
+def test_demo_tells_programs_what_both_sides_did(run: Any, tmp_path: Path) -> None:
+    told = json.loads(run("demo", tmp_path / "a", "--rate", 0, "--json")[1])
     assert told["engine"]["records"] == told["trainer"]["everything"]["records"] == 200
-    assert len(list(rr.open_dataset(uri).ids())) == 400
+    assert len(list(rr.open_dataset(tmp_path / "a").ids())) == 200
 
 
 def test_ctrl_c_ends_a_demo_without_a_traceback(tmp_path: Path) -> None:
