@@ -35,7 +35,7 @@ $(VENV)/.bench: $(VENV)/.dev
 # Model code of others, in environments of its own: PaddleFormers 0.4.1 needs a huggingface_hub before 1, transformers 5 one
 # after it, and PaddleFormers tells transformers that there is no torch. Its own dependencies would pin numpy below 2.
 # Elsewhere than on a machine whose index has the CPU wheel, torch is several GB; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
-# makes it small.
+# makes it small. Not part of CI: both environments take 2 GB, and on two busy cores their making alone took 20 minutes.
 .venv-paddle/.models: pyproject.toml
 	$(MAKE) VENV=.venv-paddle .venv-paddle/.core
 	.venv-paddle/bin/python -m pip --disable-pip-version-check -q install -e '.[models-paddle]'
