@@ -53,7 +53,7 @@ READS: list[tuple[Callable[[Any], object], str]] = [
     (lambda ds: list(ds.scan(columns=5)), "columns=5: expected a list of different names"),
     (lambda ds: list(ds.ids(5)), "prefix 5: expected a text"),
     (lambda ds: rr.open_dataset(ds.uri, wait_s="a"), "wait_s='a': expected zero or more seconds"),
-    (lambda ds: rr.open_dataset(ds.uri, storage_options=5), "storage_options: expected a mapping, not a int"),
+    (lambda ds: rr.open_dataset(ds.uri, storage_options=5), "storage_options: expected a mapping, not int"),
     (lambda ds: rr.expert_counts(ds.uri, by=5), "by=5: expected different names among"),
     (lambda ds: rr.expert_counts(ds.uri, layers=3), "layers=3: expected a list"),
     (lambda ds: rr.to_long(ds.uri, layers=3), "layers=3: expected a list"),

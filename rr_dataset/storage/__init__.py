@@ -44,7 +44,7 @@ def open_storage(uri: str | os.PathLike[str], storage_options: Mapping[str, Any]
     if not text or "\0" in text:
         raise InvalidInputError(f"{text!r}: expected the path of a dataset")
     if storage_options is not None and not isinstance(storage_options, Mapping):
-        raise InvalidInputError(f"storage_options: expected a mapping, not a {type(storage_options).__name__}")
+        raise InvalidInputError(f"storage_options: expected a mapping, not {type(storage_options).__name__}")
     if _SCHEME.match(text):
         remote = importlib.import_module("rr_dataset.storage.remote")  # fsspec and asyncio cost a local path 0.1 s
         store: Storage = remote.RemoteStorage(text, storage_options or {})
