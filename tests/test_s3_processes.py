@@ -230,8 +230,17 @@ with rr.RoutingWriter(uri, options(more[0], storage_options={"client": client}, 
 }
 
 
-@pytest.mark.parametrize("client", CLIENTS)
-@pytest.mark.parametrize("call", list(INTERRUPTED))
+BY_BOTH = ("listing", "get_many", "flush")  # in a normal run
+
+
+@pytest.mark.parametrize(
+    ("call", "client"),
+    [
+        *((call, "obstore") for call in INTERRUPTED),
+        *((call, "s3fs") for call in BY_BOTH),
+        *(pytest.param(call, "s3fs", marks=pytest.mark.nightly) for call in INTERRUPTED if call not in BY_BOTH),
+    ],
+)
 def test_an_interrupt_ends_it(stored: Place, s3_server: S3Server, tmp_path: Path, call: str, client: str) -> None:
     """While the store hangs: nothing waits until a request times out and is tried again."""
     code, method, target = INTERRUPTED[call]
