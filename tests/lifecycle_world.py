@@ -96,7 +96,10 @@ class World:
         self.writers = [Writer(f"{i:016x}", run, i) for i, run in enumerate(RUNS)]
         self.storage = SteppedStorage(self.place(), self.time, self.other, self.arrived)
         self.storage.running.append(Process(STORE))
-        self.patch()
+        with ExitStack() as undo:  # what is patched and stays so would be every later test's
+            undo.push(self.stack)
+            self.patch()
+            undo.pop_all()
         rr.create_dataset(
             self.storage.uri,
             SPEC,
@@ -128,15 +131,14 @@ class World:
             """As late as possible, every second time."""
             return Late(work) if next(begun) % 2 else Inline().submit(work)
 
-        lookup, dataset, delete, publisher, compact, snapshot, at_once = (
+        lookup, dataset, delete, publisher, snapshot, at_once = (
             import_module(f"rr_dataset.{name}")
-            for name in ("lookup", "dataset", "delete", "publisher", "compact", "snapshot", "at_once")
+            for name in ("lookup", "dataset", "delete", "publisher", "snapshot", "at_once")
         )
         for module in (lookup, dataset, delete):
             put(module, open_storage=lambda uri, options=None: self.storage)
         for module in (delete, publisher):
             put(module, wall_ms=self.storage.now_ms, ThreadPoolExecutor=Inline)
-        put(compact, ThreadPoolExecutor=Inline)
         put(at_once, ThreadPoolExecutor=Inline)
         put(at_once.Workers, start=start)
         put(delete, time=clock)
