@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,7 +159,7 @@ class SteppedStorage:
 
     def _run(self, fault: Fault) -> None:
         for other in fault.others:
-            self._others(other)
+            Context().run(self._others, other)  # another process: what ends this one's requests ends none of its own
 
     def list(self, path: str) -> list[Entry]:
         fault = self.step("list", path)
