@@ -118,7 +118,7 @@ def test_a_worker_that_dies_before_hello_is_reported_with_its_log(
     with pytest.raises(rr.WorkerError, match=error):
         rr.RoutingWriter(tmp_path / "ds", options(place), create=SPEC)
     assert spools(place) == []
-    assert descriptors() == before
+    assert descriptors() <= before  # an idle connection of an earlier test may have ended
 
 
 def test_a_worker_that_cannot_be_launched(
@@ -131,7 +131,7 @@ def test_a_worker_that_cannot_be_launched(
     with pytest.raises(rr.WorkerError, match="an embedded Python must set it"):
         rr.RoutingWriter(tmp_path / "ds", options(place), create=SPEC)
     assert spools(place) == []
-    assert descriptors() == before
+    assert descriptors() <= before  # an idle connection of an earlier test may have ended
 
 
 def test_a_worker_that_never_says_hello_is_given_up_and_killed(tmp_path: Path, place: Path, python: Path) -> None:
