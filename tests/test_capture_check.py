@@ -1,9 +1,12 @@
-"""A capture as a whole: a simulated engine into a dataset, and the self-check of integrators with debug=True."""
+"""A capture as a whole: a simulated engine into a dataset, blocks that go while rows are copied, and the self-check of integrators
+with debug=True.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_capture_manager import BLOCK, SPEC, feed, rows
@@ -11,7 +14,8 @@ from test_capture_manager import BLOCK, SPEC, feed, rows
 import rr_dataset as rr
 from cli.main import main
 from rr_dataset.capture import RoutingCapture, SlotTable, StepCapturer
-from rr_dataset.errors import InvalidInputError
+from rr_dataset.capture.manager import RECYCLED
+from rr_dataset.errors import InvalidInputError, RecordDroppedError
 from tests.engines import options
 from tests.routing_engine import SPEC as SIM_SPEC
 from tests.routing_engine import Engine, check
@@ -100,3 +104,88 @@ def test_debug_writes_positions_and_verify_finds_them(
     capfd.readouterr()
     assert self_check(root, "--prefix", prompt, "--positions") == 3
     assert "positions" in capfd.readouterr().out
+
+
+# --- blocks that are recycled after the capture has looked at them
+
+
+@pytest.fixture
+def capture(writer: rr.RoutingWriter, table: SlotTable) -> RoutingCapture:
+    return RoutingCapture(writer, table, StepCapturer(table, SPEC, 64), strict=True)
+
+
+def recycle_under_the_copy(table: SlotTable, blocks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = table.fill
+
+    def late(*given: Any) -> Any:
+        monkeypatch.undo()
+        table.recycle(blocks)
+        return fill(*given)
+
+    monkeypatch.setattr(table, "fill", late)
+
+
+def test_some_blocks_that_go_while_rows_are_copied_are_missing(
+    capture: RoutingCapture, table: SlotTable, writer: rr.RoutingWriter, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture.register("p:0:0:0")
+    feed(capture, [2, 3], 0, rows(0, 6))
+    recycle_under_the_copy(table, [3], monkeypatch)
+    capture.finish("p:0:0:0", [2, 3], 6)
+    writer.flush()
+    record = rr.open_dataset(root).get("p:0:0:0")
+    assert (record.status, record.missing) == ("complete", ((4, 6),))
+    assert (record.to_numpy("TLK")[:4] == rows(0, 6)[:4]).all()
+
+
+@pytest.mark.parametrize("counted", [6, 7])
+def test_a_request_whose_blocks_all_go_while_rows_are_copied_is_a_drop_row(
+    capture: RoutingCapture,
+    table: SlotTable,
+    writer: rr.RoutingWriter,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    counted: int,
+) -> None:
+    capture.register("p:0:0:0")
+    feed(capture, [2, 3], 0, rows(0, 6))
+    recycle_under_the_copy(table, [2, 3], monkeypatch)
+    receipt = capture.finish("p:0:0:0", [2, 3], 6, num_tokens=counted)
+    writer.flush()
+    (head,) = rr.open_dataset(root).heads(["p:0:0:0"])
+    assert (head.status, head.reason) == ("dropped", RECYCLED)
+    stats = capture.stats()
+    assert (stats.records, stats.dropped, stats.faults) == (0, {RECYCLED: 1}, {})
+    assert receipt is not None
+    with pytest.raises(RecordDroppedError, match=RECYCLED):
+        receipt.wait()
+
+
+def test_a_first_part_whose_blocks_all_go_while_rows_are_copied_leaves_nothing(
+    capture: RoutingCapture, table: SlotTable, writer: rr.RoutingWriter, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture.register("p:0:0:0")
+    feed(capture, [2], 0, rows(0, 3))
+    recycle_under_the_copy(table, [2], monkeypatch)
+    assert capture.save("p:0:0:0", [2], 3) is None
+    feed(capture, [4], 0, rows(1, 4))  # it is fed again
+    capture.finish("p:0:0:0", [4], 4)
+    writer.flush()
+    record = rr.open_dataset(root).get("p:0:0:0")
+    assert (record.status, record.missing, record.num_tokens) == ("complete", (), 4)
+    assert (record.to_numpy("TLK") == rows(1, 4)).all()
+    assert capture.stats().parts == 0
+
+
+def test_a_later_part_whose_blocks_all_go_while_rows_are_copied_ends_the_record(
+    capture: RoutingCapture, table: SlotTable, writer: rr.RoutingWriter, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture.register("p:0:0:0")
+    feed(capture, [2, 3], 0, rows(0, 6))
+    capture.save("p:0:0:0", [2, 3], 4)
+    recycle_under_the_copy(table, [2, 3], monkeypatch)
+    capture.finish("p:0:0:0", [2, 3], 6)
+    writer.flush()
+    record = rr.open_dataset(root).get("p:0:0:0")
+    assert (record.status, record.missing, record.num_tokens) == ("complete", ((4, 6),), 6)
+    assert (record.to_numpy("TLK")[:4] == rows(0, 6)[:4]).all()

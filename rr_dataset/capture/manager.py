@@ -12,16 +12,18 @@ import numpy as np
 
 from rr_dataset.capture.capturer import StepCapturer
 from rr_dataset.capture.faults import Faults
-from rr_dataset.capture.slots import Blocks, SlotTable
+from rr_dataset.capture.slots import Blocks, Seen, SlotTable
 from rr_dataset.contracts.rows import status_of
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError
 from rr_dataset.feed import MAX_REASONS, OTHER_REASONS
 from rr_dataset.receipt import Receipt
-from rr_dataset.record import Span
+from rr_dataset.record import Range, Span
+from rr_dataset.reserved import ReservedRecord
 from rr_dataset.writer import RoutingWriter
 
 PREEMPTIONS = "preemptions"  # the tag that counts them
 NOTHING_KNOWN = "no routing was captured"
+RECYCLED = "its blocks went to others while its rows were copied"
 MAX_REASON = 1_000  # characters
 
 
@@ -47,6 +49,10 @@ class Finished:
     logprobs: Any = None
     weight_version: str | int | Sequence[Span] | None = None
     tags: Mapping[str, str] | None = None
+
+
+class _RecycledError(Exception):
+    """All rows of a request were lost between the look at them and the copy."""
 
 
 @dataclass(slots=True)
@@ -323,36 +329,49 @@ class RoutingCapture:
         unfed = ((present, total),) if present < total else ()
         seen = self._table.look(end.blocks, start, present)
         if not request.parts and not seen.marks.any():
-            if status == "partial":
-                return None
-            return self._drop(end.request_id, request, NOTHING_KNOWN)
+            return self._without_rows(end, request, status, NOTHING_KNOWN)
         version = end.weight_version
         if version is None and seen.weights:
             covered = present - start - sum(stop - begin for begin, stop in seen.missing)
             begin, stop, text = seen.weights[0]
             version = text if len(seen.weights) == 1 and stop - begin == covered else seen.weights
-        with self._writer.reserve(
-            end.request_id,
-            total - start,
-            layers=self._layers,
-            token_ids=_cut(token_ids, start, total),
-            logprobs=_cut(logprobs, start, total),
-            token_start=start,
-            part=request.parts > 0,
-            status=status,
-            missing=seen.missing + unfed,
-            weight_version=version,
-            tags={**request.tags, **(end.tags or {})},
-        ) as record:
-            missing = self._table.fill(seen, record.experts[: present - start])
-            record.experts[present - start :] = 0
-            if missing != seen.missing:  # a block was recycled meanwhile
-                record.missing = missing + unfed
+        try:
+            with self._writer.reserve(
+                end.request_id,
+                total - start,
+                layers=self._layers,
+                token_ids=_cut(token_ids, start, total),
+                logprobs=_cut(logprobs, start, total),
+                token_start=start,
+                part=request.parts > 0,
+                status=status,
+                missing=seen.missing + unfed,
+                weight_version=version,
+                tags={**request.tags, **(end.tags or {})},
+            ) as record:
+                missing = self._copy(seen, record, unfed, first=not request.parts)
+        except _RecycledError:  # so the writer has stored nothing
+            return self._without_rows(end, request, status, RECYCLED)
         self._counts["parts" if status == "partial" else "records"] += 1
         request.parts += 1
         request.reached = total
         request.saved = missing[0][0] if missing else present
         return record.receipt
+
+    def _copy(self, seen: Seen, record: ReservedRecord, unfed: tuple[Range, ...], *, first: bool) -> tuple[Range, ...]:
+        """The rows that were seen; which of them are missing. Raises _RecycledError where a first part has none of them left."""
+        fed = seen.stop - seen.start
+        missing = self._table.fill(seen, record.experts[:fed])
+        record.experts[fed:] = 0
+        if missing != seen.missing:  # a block was recycled meanwhile
+            if first and missing == ((seen.start, seen.stop),):
+                raise _RecycledError
+            record.missing = missing + unfed
+        return missing
+
+    def _without_rows(self, end: Finished, request: _Request, status: str, reason: str) -> Receipt | None:
+        """What goes on may still have rows; an end without any is a drop row."""
+        return None if status == "partial" else self._drop(end.request_id, request, reason)
 
     def _drop(self, request_id: str, request: _Request, reason: Any) -> Receipt | None:
         if self._writer is None or not request.captured:
