@@ -44,6 +44,14 @@ EVERY_LAYER_ROUTES = frozenset(
 BY_HAND = "RoutingSpec(moe_layers=..., num_experts=..., top_k=...)"  # the way out of a config that does not tell
 
 
+def ranges_of(mask: npt.NDArray[np.bool_], start: int = 0) -> tuple[Range, ...]:
+    """Where a mask of the tokens from `start` is true, as (start, stop) positions."""
+    if not mask.any():
+        return ()
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)) + start
+    return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
 def shown_layers(layers: Sequence[int]) -> str:
     """`[0, 2, 3, 4]` -> `0, 2-4`."""
     runs: list[list[int]] = []

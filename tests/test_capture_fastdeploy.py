@@ -316,6 +316,20 @@ def test_swapped_blocks_keep_their_rows_and_reused_ones_do_not() -> None:
         each.close()
 
 
+@pytest.mark.parametrize(("dtype", "marker"), [("uint8", 255), ("uint16", 65_535), ("int32", -1)])
+def test_a_missing_row_is_minus_one_in_the_dtype_that_is_asked_for(dtype: str, marker: int) -> None:
+    host = fd.RoutingHostBuffer(2, BLOCK, 3, 2, "uint8", "marked")
+    view = fd.RoutingHostBufferView(host.shape, dtype, host.shm_name)
+    view.scatter(np.array([0]), np.full((1, 3, 2), 7, dtype))
+    found = view.gather(np.arange(2))
+    assert found.dtype == dtype
+    assert found[:, 0, 0].tolist() == [7, marker]
+    view.scatter(np.arange(2), found)
+    assert view.table.gather([0], 0, 2).missing == ((1, 2),)
+    for each in (view, host):
+        each.close()
+
+
 def test_whoever_comes_first_makes_the_table() -> None:
     one = open_table("first-comes", 4, BLOCK, 3, 2, "uint8")
     two = open_table("first-comes", 4, BLOCK, 3, 2, "uint8")

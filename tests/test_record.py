@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import pickle
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from strategies import payload, ranges_within, routing, rows, specs
 
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError
-from rr_dataset.record import EVERY_LAYER_ROUTES, RecordHead, RoutingRecord, RoutingSpec, Row, RowData
+from rr_dataset.record import EVERY_LAYER_ROUTES, RecordHead, RoutingRecord, RoutingSpec, Row, RowData, ranges_of
 
 SPEC = RoutingSpec(moe_layers=(1, 2, 5), num_experts=8, top_k=2)
 ROW = Row(
@@ -30,6 +31,15 @@ ROW = Row(
     run_id="run-1",
     layers=(1,),
 )
+
+
+@given(st.lists(st.booleans(), max_size=12), st.integers(0, 100))
+def test_ranges_are_the_runs_of_a_mask(mask: list[bool], start: int) -> None:
+    found = ranges_of(np.array(mask, np.bool_), start)
+    assert {p for begin, stop in found for p in range(begin, stop)} == {start + i for i, on in enumerate(mask) if on}
+    assert all(begin < stop for begin, stop in found)
+    assert all(stop < after for (_, stop), (after, _) in pairwise(found))
+    assert {type(position) for pair in found for position in pair} <= {int}
 
 
 @given(specs())

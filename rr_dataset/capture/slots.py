@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from rr_dataset.capture import table_file as files
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError, SpoolUnavailableError
-from rr_dataset.record import DTYPES, Range, Span
+from rr_dataset.record import DTYPES, Range, Span, ranges_of
 
 SHM = Path("/dev/shm")  # noqa: S108 - mode 0600, made under a random name and linked to its own
 
@@ -299,7 +299,7 @@ class SlotTable:
         """
         chosen = self._table_of(blocks, start, stop)
         marks = self._window(chosen, start, stop)
-        return Seen(start, stop, _runs(marks == 0, start), self._spans(marks, start), chosen, marks)
+        return Seen(start, stop, ranges_of(marks == 0, start), self._spans(marks, start), chosen, marks)
 
     def fill(self, seen: Seen, out: npt.NDArray[Any]) -> tuple[Range, ...]:
         """Copy the rows that were seen into `out`, zero for missing ones; what is missing, with blocks that were recycled since.
@@ -315,7 +315,7 @@ class SlotTable:
             np.take(self._items, slots.reshape(-1)[skip : skip + len(out)], out=self._as_items(out), mode="clip")
         now = self._window(seen.blocks, seen.start, seen.stop)
         missing = (
-            seen.missing if np.array_equal(now, seen.marks) else _runs((now == 0) | (now != seen.marks), seen.start)
+            seen.missing if np.array_equal(now, seen.marks) else ranges_of((now == 0) | (now != seen.marks), seen.start)
         )
         for start, stop in missing:
             out[start - seen.start : stop - seen.start] = 0
@@ -410,14 +410,6 @@ def whole_numbers(name: str, values: Any) -> npt.NDArray[np.int64]:
             f"{name} of shape {array.shape} and dtype {array.dtype}: expected one row of whole numbers"
         )
     return array.astype(np.int64, copy=False)
-
-
-def _runs(mask: npt.NDArray[np.bool_], start: int) -> tuple[Range, ...]:
-    """Where a mask is true, as positions."""
-    if not mask.any():
-        return ()
-    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)) + start
-    return tuple(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 def _shape_of(path: Path, fd: int) -> _Shape:

@@ -125,6 +125,11 @@ def check_integers(contract: str, dtype: np.dtype[Any]) -> None:
         raise refusal(contract, "dtype", "integers", dtype)
 
 
+def minus_one(dtype: np.dtype[Any]) -> int:
+    """What -1, which marks rows without routing, is in an integer dtype: wrapped to the greatest number where there is no sign."""
+    return -1 if dtype.kind == "i" else int(np.iinfo(dtype).max)
+
+
 def named_dtype(contract: str, name: Any, allowed: Sequence[str], default: str) -> np.dtype[Any]:
     """The dtype of a name on the wire.
 

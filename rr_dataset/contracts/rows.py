@@ -13,10 +13,10 @@ from typing import Any, TypedDict, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from rr_dataset.contracts.arrays import from_memory, refusal
+from rr_dataset.contracts.arrays import from_memory, minus_one, refusal
 from rr_dataset.errors import InvalidRoutingError, reason_of
 from rr_dataset.masked import hides_values
-from rr_dataset.record import MAX_POSITION, Range, RoutingSpec, shown_layers
+from rr_dataset.record import MAX_POSITION, Range, RoutingSpec, ranges_of, shown_layers
 
 T = TypeVar("T")
 
@@ -310,7 +310,7 @@ def record(
     if status is not None:
         put["status"] = status
     if empty is not None:
-        put["missing"] = _ranges(empty, start)
+        put["missing"] = ranges_of(empty, start)
     told = version_of(contract, weight_version) if facts.weight_version is None else facts.weight_version
     if told is not None:
         put["weight_version"] = told
@@ -358,8 +358,8 @@ def _markers(kinds: frozenset[str], dtype: np.dtype[Any], spec: RoutingSpec) -> 
     """The numbers that fill a row without routing; never one that may be a true row."""
     markers = [0] if ZERO in kinds and spec.top_k > 1 else []
     if MINUS_ONE in kinds:
-        wrapped = -1 if dtype.kind == "i" else int(np.iinfo(dtype).max)
-        markers += [wrapped] if not 0 <= wrapped < spec.num_experts or spec.top_k > 1 else []
+        marker = minus_one(dtype)
+        markers += [marker] if not 0 <= marker < spec.num_experts or spec.top_k > 1 else []
     return markers
 
 
@@ -414,10 +414,3 @@ def check_rows(contract: str, array: npt.NDArray[Any], start: int, tokens: Token
 def shown_spec(spec: RoutingSpec) -> str:
     """For an error: the layers that a dataset has."""
     return f"{spec.num_layers} MoE layers ({shown_layers(spec.moe_layers)})"
-
-
-def _ranges(mask: npt.NDArray[np.bool_], start: int) -> tuple[Range, ...]:
-    """The runs of True as (start, stop) positions."""
-    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)) + start
-    pairs = edges.reshape(-1, 2).tolist()
-    return tuple((a, b) for a, b in pairs)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rr_dataset.contracts.arrays import from_memory
+from rr_dataset.contracts.arrays import from_memory, minus_one
 from rr_dataset.contracts.rows import Decoded, Facts, PutArguments, field
 from rr_dataset.errors import InvalidRoutingError
-from rr_dataset.record import Range, RoutingSpec
+from rr_dataset.record import Range, RoutingSpec, ranges_of
 
 _BFLOAT16_MINUS_ONE = 0xBF80  # what paddle makes of -1 in its 16-bit type
 
@@ -69,13 +69,12 @@ def unpadded(array: npt.NDArray[Any], spec: RoutingSpec) -> tuple[npt.NDArray[An
         raise InvalidRoutingError(f"it has ids from {real.min()} to {real.max()}, of {spec.num_experts} experts")
     experts = np.zeros(array.shape, spec.dtype)
     experts[:, ~empty[0]] = real
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], empty[0], [False]]).astype(np.int8))).tolist()
-    return experts, tuple(zip(edges[::2], edges[1::2], strict=True))
+    return experts, ranges_of(empty[0])
 
 
 def _empty(array: npt.NDArray[Any], spec: RoutingSpec) -> npt.NDArray[np.bool_]:
     """bool [layers, tokens]: where every id is the marker. No token has one expert twice, so several alike are no routing."""
-    markers = [int(np.array(-1).astype(array.dtype))]
+    markers = [minus_one(array.dtype)]
     if array.dtype.itemsize == 2:
         markers.append(int(np.array(_BFLOAT16_MINUS_ONE).astype(array.dtype)))
     found: npt.NDArray[np.bool_] = np.zeros(array.shape[:2], np.bool_)

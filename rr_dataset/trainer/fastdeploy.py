@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rr_dataset.capture.fastdeploy.shared import wire_dtype
+from rr_dataset.contracts.arrays import minus_one
 from rr_dataset.dataset import RoutingDataset, open_dataset
 from rr_dataset.errors import InvalidRoutingError
 from rr_dataset.record import RoutingRecord
@@ -71,7 +72,7 @@ class RoutingReader:
             )
         first, last = self._layers[0], self._layers[-1]
         shape = (last - first + 1, length, self.dataset.spec.top_k)
-        out = np.full(shape, np.iinfo(self.dtype).max, self.dtype)
+        out = np.full(shape, minus_one(self.dtype), self.dtype)
         for layer, there in zip(record.layers, record.present(), strict=True):
             out[layer - first, : record.num_tokens][there] = record.layer(layer)[there]
         return out

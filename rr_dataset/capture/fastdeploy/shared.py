@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rr_dataset.capture.slots import Gathered, SlotTable, whole_numbers
+from rr_dataset.contracts.arrays import minus_one
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError
 from rr_dataset.record import RoutingSpec
 
@@ -44,7 +45,7 @@ def marked(found: Gathered, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Gathered rows as FastDeploy hands them over: missing ones are -1, wrapped."""
     rows = found.rows.astype(dtype)
     for start, stop in found.missing:
-        rows[start:stop] = np.iinfo(dtype).max
+        rows[start:stop] = minus_one(dtype)
     return rows
 
 
@@ -72,7 +73,7 @@ class RoutingHostBufferView:
             raise InvalidRoutingError(
                 f"rows of dtype {rows.dtype} and shape {rows.shape}: expected integers, {(len(slots), *self.buffer.shape[1:])}"
             )
-        missing = (rows == np.array(-1).astype(rows.dtype)).all(axis=(1, 2))
+        missing = (rows == minus_one(rows.dtype)).all(axis=(1, 2))
         if self.buffer.shape[2] == 1 and rows.dtype == self.table.dtype:
             missing[:] = False  # the marker may be an expert
         foreign = ~missing & ((rows < 0) | (rows > np.iinfo(self.table.dtype).max)).any(axis=(1, 2))
