@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rr_dataset import own_locks
 from rr_dataset.clock import HybridClock
 from rr_dataset.errors import InvalidInputError, RecordTooLargeError, SpoolUnavailableError, WriterClosedError
 from rr_dataset.slab import (
@@ -40,7 +41,7 @@ from rr_dataset.slab import (
     Slab,
     entry_bytes,
 )
-from rr_dataset.spool_place import CONTROL_BYTES, CONTROL_SLABS, close_lock, make_directory, remove_directory
+from rr_dataset.spool_place import CONTROL_BYTES, CONTROL_SLABS, make_directory, remove_directory
 
 
 class Spool:
@@ -308,7 +309,7 @@ class Spool:
             remove_directory(self.directory)
         still_open = sum(slab.open for slab in self._slabs + self._control)
         if not still_open:
-            close_lock(self.lock_fd)
+            own_locks.close(self.lock_fd)  # it is free when the worker has closed its own
         return still_open
 
     def _seal_if_whole(self, slab: Slab) -> None:

@@ -7,11 +7,11 @@ import logging
 import os
 import re
 import tempfile
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
+from rr_dataset import own_locks
 from rr_dataset.errors import SpoolUnavailableError
 
 CONTROL_BYTES = 1 << 20  # a slab for drop rows and deletes only, about 4,000 of them
@@ -97,7 +97,7 @@ def make_directory(base: Path, writer: str) -> tuple[Path, int]:
         if made:
             remove_directory(new)
         if fd >= 0:
-            close_lock(fd)
+            own_locks.close(fd)
         raise SpoolUnavailableError(f"{folder}: {error.strerror}; give spool_dir= of your own") from error
     return folder / writer, fd
 
@@ -135,22 +135,9 @@ def remove_directory(directory: Path) -> None:
 # ---- locks
 
 
-_locks: set[int] = set()  # a forked child closes them: there they would outlive the writer
-_no_fork = threading.RLock()  # held where a descriptor and that set differ
-
-
 def _open_lock(path: Path) -> int:
-    with _no_fork:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        _locks.add(fd)
-    return fd
-
-
-def close_lock(fd: int) -> None:
-    """Close the descriptor of a lock; free it is when the worker has closed its own."""
-    with _no_fork:
-        _locks.discard(fd)
-        os.close(fd)
+    with own_locks.NO_FORK:
+        return own_locks.keep(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
 def _take_lock(fd: int) -> None:
@@ -165,14 +152,3 @@ def _take_lock(fd: int) -> None:
             time.sleep(0.001)
         else:
             return
-
-
-def _forget_locks() -> None:
-    for fd in _locks:
-        with suppress(OSError):  # whoever forked may have closed all that was open
-            os.close(fd)
-    _locks.clear()
-    _no_fork.release()
-
-
-os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_forget_locks)

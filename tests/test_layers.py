@@ -33,6 +33,7 @@ ROWS = (
     ),
     (
         "slab",
+        "own_locks",
         "spool_place",
         "spool",
         "supervisor",

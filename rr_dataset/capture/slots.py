@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rr_dataset import own_locks
 from rr_dataset.capture import table_file as files
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError, SpoolUnavailableError
 from rr_dataset.record import DTYPES, Range, Span, ranges_of
@@ -173,13 +174,13 @@ class SlotTable:
             os.link(new, path)
             files.share(fd)
         except FileExistsError:
-            files.close(fd)
+            own_locks.close(fd)
             raise InvalidInputError(
                 f"{path} is the table of a running process: give each engine and rank its own, or attach to it"
             ) from None
         except (OSError, OverflowError) as error:  # it overflows where no machine has so much
             if fd >= 0:
-                files.close(fd)
+                own_locks.close(fd)
             raise SpoolUnavailableError(
                 f"{path}: no {size} bytes for the routing of {num_blocks} blocks of {block_size}: "
                 f"{getattr(error, 'strerror', error)}; give directory= with more room"
@@ -200,7 +201,7 @@ class SlotTable:
         try:
             return cls(path, fd, _shape_of(path, fd), prefault=prefault)
         except BaseException:
-            files.close(fd)
+            own_locks.close(fd)
             raise
 
     # ---- the allocator

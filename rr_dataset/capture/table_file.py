@@ -5,11 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
+from rr_dataset import own_locks
 from rr_dataset.errors import InvalidInputError
 
 NEW = ".new"  # ends the name of a table that is being made
@@ -17,26 +17,11 @@ _MAKING_S = 60.0  # far longer than that takes
 _SWEEP_S = 1.0  # far longer than anybody looks whether a table is dead
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 
-_held: set[int] = set()  # descriptors with a lock; a forked child closes them: there they would outlive the engine
-_no_fork = threading.RLock()  # held where a descriptor and that set differ
-
-
-def _forget_locks() -> None:
-    for fd in _held:
-        with suppress(OSError):  # whoever forked may have closed all that was open
-            os.close(fd)
-    _held.clear()
-    _no_fork.release()
-
-
-os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_forget_locks)
-
 
 def make(path: Path) -> int:
     """A new file, locked against all others until `share`."""
-    with _no_fork:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        _held.add(fd)
+    with own_locks.NO_FORK:
+        fd = own_locks.keep(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     fcntl.flock(fd, fcntl.LOCK_EX)
     return fd
 
@@ -48,19 +33,12 @@ def share(fd: int) -> None:
 
 def give_up(fd: int, path: Path) -> None:
     """Close the file, and remove it if nobody else has it."""
-    with _no_fork:
+    with own_locks.NO_FORK:
         with suppress(OSError):  # others have it
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(fd).st_nlink:
                 path.unlink(missing_ok=True)
-        close(fd)
-
-
-def close(fd: int) -> None:
-    """Close the file, and leave it there."""
-    with _no_fork:
-        _held.discard(fd)
-        os.close(fd)
+        own_locks.close(fd)
 
 
 def open_shared(path: Path, deadline: float) -> int:
@@ -72,7 +50,7 @@ def open_shared(path: Path, deadline: float) -> int:
             fd = _try_shared(path)
             if os.fstat(fd).st_nlink:
                 return fd
-            close(fd)
+            own_locks.close(fd)
         except BlockingIOError:  # of who makes it, sweeps it, or closes it last
             deadline = max(deadline, patience)
         except OSError as error:
@@ -83,15 +61,14 @@ def open_shared(path: Path, deadline: float) -> int:
 
 
 def _try_shared(path: Path) -> int:
-    with _no_fork:
+    with own_locks.NO_FORK:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             os.close(fd)
             raise
-        _held.add(fd)
-        return fd
+        return own_locks.keep(fd)
 
 
 def path_of(name: str, directory: str | os.PathLike[str]) -> Path:
@@ -106,7 +83,7 @@ def path_of(name: str, directory: str | os.PathLike[str]) -> Path:
 def sweep(path: Path) -> None:
     """Remove tables of processes that are gone; whoever still has one mapped keeps it."""
     for found in path.parent.glob(f"rr_slots-{os.getuid()}-*"):
-        with _no_fork, suppress(OSError):  # gone meanwhile, in use, or no file
+        with own_locks.NO_FORK, suppress(OSError):  # gone meanwhile, in use, or no file
             fd = os.open(found, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
