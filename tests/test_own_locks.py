@@ -13,7 +13,7 @@ import pytest
 from rr_dataset import own_locks
 
 FORKS = """
-import os, sys
+import os, sys, threading
 from rr_dataset import own_locks
 ours, given_up, other = (os.open(sys.argv[1], os.O_RDWR) for _ in range(3))
 with own_locks.NO_FORK:
@@ -23,17 +23,19 @@ own_locks.close(given_up)
 again = os.open(sys.argv[1], os.O_RDWR)
 assert again == given_up, "its number is another file's now"
 child = os.fork()
-with own_locks.NO_FORK:  # in both: nobody is left waiting
-    there = []
-    for fd in (ours, again, other):
-        try:
-            os.fstat(fd)
-        except OSError:
-            there.append(False)
-        else:
-            there.append(True)
-expected = [True, True, True] if child else [False, True, True]
-code = int(there != expected)
+there = []
+for fd in (ours, again, other):
+    try:
+        os.fstat(fd)
+    except OSError:
+        there.append(False)
+    else:
+        there.append(True)
+free = []
+thread = threading.Thread(target=lambda: free.append(own_locks.NO_FORK.acquire(timeout=20)))
+thread.start()
+thread.join()
+code = int(free != [True] or there != ([True, True, True] if child else [False, True, True]))
 if not child:
     os._exit(code)
 sys.exit(code or os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
