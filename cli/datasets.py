@@ -30,7 +30,7 @@ from rr_dataset.layout import DatasetFormat
 from rr_dataset.record import BY_HAND, shown_layers
 
 from . import output
-from .options import Json, Prefix, Uri, parse_duration, parse_layers, parse_size
+from .options import Json, Prefix, Uri, file_option, parse_duration, parse_layers, parse_size
 from .records import head_json
 
 _HEADS_AT_ONCE = 10_000
@@ -54,16 +54,7 @@ class Keys(str, Enum):
 
 def create(
     uri: Uri,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            metavar="FILE",
-            help="A model's config.json, instead of the next three",
-            show_default=False,
-        ),
-    ] = None,
+    config: Annotated[Path | None, file_option("A model's config.json, instead of the next three")] = None,
     layers: Annotated[
         str | None, typer.Option(metavar="LIST", help="0-based ids of the MoE layers, such as 3-60", show_default=False)
     ] = None,

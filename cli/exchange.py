@@ -14,7 +14,7 @@ from rr_dataset.contracts import CONTRACTS
 
 from . import output
 from .datasets import Keys, is_dataset, scheme_of, spec_of
-from .options import IdsFile, Json, Layers, Prefix, Uri, parse_layers, read_ids
+from .options import IdsFile, Json, Layers, Prefix, Uri, file_option, parse_layers, read_ids
 
 _SHOWN_REFUSED = 20
 
@@ -53,16 +53,7 @@ def import_records(
         int | None,
         typer.Option(metavar="N", help="Of the model, if dense layers follow the MoE layers", show_default=False),
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            metavar="FILE",
-            help="A model's config.json: create the dataset if it is not there",
-            show_default=False,
-        ),
-    ] = None,
+    config: Annotated[Path | None, file_option("A model's config.json: create the dataset if it is not there")] = None,
     keys: Annotated[
         Keys, typer.Option(metavar="fastdeploy|uuid|by-step", help="Of a dataset that --config creates")
     ] = Keys.FASTDEPLOY,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -74,6 +74,11 @@ def read_ids(path: Path) -> list[str]:
     return [line for line in text.replace("\r\n", "\n").split("\n") if line]
 
 
+def file_option(text: str) -> Any:
+    """An option that takes a file which is there; text: its help."""
+    return typer.Option(exists=True, dir_okay=False, metavar="FILE", help=text, show_default=False)
+
+
 Uri = Annotated[str, typer.Argument(metavar="URI", help="The dataset: a path, file:// or s3://", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="One line of JSON, for machines")]
 Prefix = Annotated[
@@ -82,11 +87,6 @@ Prefix = Annotated[
 PrefixOfDirectories = Annotated[
     str | None, typer.Option(metavar="PREFIX", help="Only directories that may hold such ids", show_default=False)
 ]
-IdsFile = Annotated[
-    Path | None,
-    typer.Option(
-        exists=True, dir_okay=False, metavar="FILE", help="The ids in this file, one a line", show_default=False
-    ),
-]
+IdsFile = Annotated[Path | None, file_option("The ids in this file, one a line")]
 Layers = Annotated[str | None, typer.Option(metavar="LIST", help="Layer ids, such as 0,3-5", show_default="all")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing, say what would be done")]
