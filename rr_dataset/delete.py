@@ -32,7 +32,6 @@ from rr_dataset.errors import (
     ObjectNotFoundError,
     RoutingDatasetWarning,
 )
-from rr_dataset.keys import KeyScheme
 from rr_dataset.layout import DatasetFormat, ShardName, parse_partition, parse_shard_name, partition_path
 from rr_dataset.options import FOREVER_S, check_seconds
 from rr_dataset.record import Row
@@ -81,7 +80,7 @@ class Target:
         for name, value in (("prefixes", prefixes), ("ids", ids)):
             if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
                 raise InvalidInputError(f"{name}={value!r}: expected several, for example [{value!r}]")
-        marks: list[tuple[str, Text]] = [("prefix", _plain(fmt.keys, prefix)) for prefix in prefixes]
+        marks: list[tuple[str, Text]] = [("prefix", fmt.keys.plain_prefix(prefix)) for prefix in prefixes]
         wanted = tuple(dict.fromkeys(ids))
         for request_id in wanted:
             fmt.keys.parse(request_id)
@@ -478,9 +477,3 @@ def _others(storage: Storage, fmt: DatasetFormat, besides: str = "") -> Earlier:
 
 def _skew_ms(fmt: DatasetFormat) -> int:
     return math.ceil(fmt.max_clock_skew_s * 1000)
-
-
-def _plain(keys: KeyScheme, prefix: str | Mapping[str, str | int]) -> str | Mapping[str, str | int]:
-    """The prefix in texts that JSON holds. Raises InvalidRequestIdError."""
-    keys.parse_prefix(prefix)
-    return prefix if isinstance(prefix, str) else {name: str(value) for name, value in prefix.items()}

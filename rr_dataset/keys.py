@@ -221,6 +221,11 @@ class KeyScheme:
                 raise InvalidRequestIdError(f"prefix {_shown(prefix)}: this id is in bucket {bucket}")
         return Prefix(tuple(values.get(name) for name in self.components), None if choice is None else int(choice))
 
+    def plain_prefix(self, prefix: str | Mapping[str, str | int]) -> str | Mapping[str, str]:
+        """What `parse_prefix` takes, in texts alone, as JSON holds it. Raises InvalidRequestIdError as that does."""
+        self.parse_prefix(prefix)
+        return prefix if isinstance(prefix, str) else {name: str(value) for name, value in prefix.items()}
+
     def parse_glob(self, text: object) -> Glob:
         """A pattern by component, `math_*:2`: it splits like an id (also between brackets) and may end early, like a prefix.
 

@@ -343,9 +343,7 @@ class RoutingWriter:
         there is no room: a delete is never dropped.
         """
         self._check_usable()
-        self.dataset.keys.parse_prefix(prefix)
-        text = prefix if isinstance(prefix, str) else {name: str(value) for name, value in prefix.items()}
-        return self._delete("prefix", text, None)
+        return self._delete("prefix", self.dataset.keys.plain_prefix(prefix), None)
 
     def clear_run(self) -> Receipt:
         """Delete all that any writer of this run (`run_id`) has put before this call; otherwise as `delete_prefix`."""

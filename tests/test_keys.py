@@ -221,6 +221,16 @@ def test_a_mapping_reaches_ids_that_a_text_cannot() -> None:
     assert FD.parse_prefix({"data_id": 17, "gen_id": np.int64(2)}) == Prefix(("17", "2", None, None))
 
 
+def test_a_plain_prefix_is_checked_and_of_texts() -> None:
+    assert FD.plain_prefix("math:17") == "math:17"
+    plain = FD.plain_prefix({"data_id": "math:17", "choice": 2})
+    assert plain == {"data_id": "math:17", "choice": "2"}
+    assert FD.parse_prefix(plain) == FD.parse_prefix({"data_id": "math:17", "choice": 2})
+    for wrong in ("", {}, {"nothing": 1}):
+        with pytest.raises(InvalidRequestIdError):
+            FD.plain_prefix(wrong)
+
+
 def test_a_prefix_of_a_bucketed_scheme_knows_its_bucket() -> None:
     bucket = str(crc32(b"ab") % 256)
     assert UUID.parse_prefix("ab#1") == Prefix((bucket, "ab"), 1)
