@@ -177,6 +177,16 @@ began = threading.Event()
 threading.Thread(target=read, daemon=True).start()
 assert began.wait(60)
 """,
+    "arrow": """
+began = threading.Event()
+def read():
+    batches = dataset.to_pyarrow().to_batches()
+    next(batches)
+    began.set()
+    threading.Event().wait()
+threading.Thread(target=read, daemon=True).start()
+assert began.wait(60)
+""",
     "writer": """
 writer = rr.RoutingWriter(uri, options(more[0], storage_options={"client": client}))
 writer.put("q:0:0:0", experts(1), "LTK").wait(60)
@@ -193,7 +203,7 @@ def start_and_end(stored: Place, spools: Path, number: int) -> None:
 
 
 def test_interpreters_end(stored: Place, tmp_path: Path) -> None:
-    for number in (0, 1, 2, 3, 6):
+    for number in (0, 1, 2, 3, 4, 7):
         start_and_end(stored, tmp_path, number)
 
 

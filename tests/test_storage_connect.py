@@ -195,7 +195,8 @@ from rr_dataset.storage import open_storage
 uri, options = json.loads(sys.argv[1])
 storage = open_storage(uri, options)
 storage.create("o", b"abc", staging="w")
-threading.Thread(target=lambda: [storage.read_bytes("o") for _ in range(1000)], daemon=True).start()
+for _ in range(8):
+    threading.Thread(target=lambda: [storage.read_bytes("o") for _ in range(1000)], daemon=True).start()
 print(storage.read_bytes("o"))
 """
 

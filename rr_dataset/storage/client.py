@@ -48,6 +48,11 @@ class Kind(enum.Enum):
     SLOW_DOWN = (errno.EAGAIN, "the store asks for fewer requests a second")
     SERVER = (errno.EIO, "the store failed")
     REFUSED = (errno.EIO, "the store refused the request")
+    NO_LISTING = (
+        errno.EIO,
+        "what answers does not list: check AWS_ENDPOINT_URL, and what is between here and the store",
+    )
+    ENDS = (errno.ECANCELED, "the interpreter ends")
 
     @property
     def code(self) -> int:
@@ -61,7 +66,7 @@ class Kind(enum.Enum):
 
 
 PASSING = frozenset(
-    (Kind.CONFLICT, Kind.NO_UPLOAD, Kind.UNREACHABLE, Kind.TIMEOUT, Kind.SLOW_DOWN, Kind.SERVER)
+    (Kind.CONFLICT, Kind.NO_UPLOAD, Kind.UNREACHABLE, Kind.TIMEOUT, Kind.SLOW_DOWN, Kind.SERVER, Kind.NO_LISTING)
 )  # may go by itself
 AMBIGUOUS = frozenset((Kind.NO_UPLOAD, Kind.UNREACHABLE, Kind.TIMEOUT, Kind.SERVER))  # a create may have happened
 # Codes of S3, and what other stores answer for the same.

@@ -11,8 +11,8 @@ import asyncio
 import errno
 import os
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
@@ -39,7 +39,7 @@ from rr_dataset.storage.client import (
     storage_error,
 )
 from rr_dataset.storage.connect import connect
-from rr_dataset.storage.pending import result
+from rr_dataset.storage.ending import run
 
 _T = TypeVar("_T")
 
@@ -280,20 +280,16 @@ class RemoteStorage:
         return connection[1:]
 
     def _run(self, path: str, call: Coroutine[Any, Any, _T]) -> _T:
-        future = None
         try:
-            _check_loop()
-            self._client()  # in this thread: it may have to ask for credentials
-            future = asyncio.run_coroutine_threadsafe(call, get_loop())
-            return result(future)
+            with _closed_on_error(call):
+                _check_loop()
+                self._client()  # in this thread: it may have to ask for credentials
+            return run(call)
         except RequestFailed as failed:
             raise storage_error(failed, self._address(path), self._endpoint()) from failed
         except (asyncio.TimeoutError, TimeoutError) as late:
             too_late = RequestFailed(Kind.TIMEOUT, f"no answer within {CREATE_S:.0f} s")
             raise storage_error(too_late, self._address(path), self._endpoint()) from late
-        finally:
-            if future is None:
-                call.close()
 
     def _endpoint(self) -> str:
         return self._connection[1].endpoint if self._connection else ""
@@ -416,6 +412,15 @@ def _check_loop() -> None:
     with suppress(RuntimeError):  # no loop runs in this thread
         if asyncio.get_running_loop() is get_loop():
             raise InvalidInputError("called from within fsspec's event loop, which would wait for itself: use a thread")
+
+
+@contextmanager
+def _closed_on_error(call: Coroutine[Any, Any, object]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        call.close()
+        raise
 
 
 async def _pause(attempt: int) -> None:
