@@ -4,6 +4,7 @@ with debug=True.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from test_capture_manager import BLOCK, SPEC, feed, rows
 
 import rr_dataset as rr
 from cli.main import main
-from rr_dataset.capture import RoutingCapture, SlotTable, StepCapturer
+from rr_dataset.capture import Finished, RoutingCapture, SlotTable, StepCapturer
 from rr_dataset.capture.manager import RECYCLED
 from rr_dataset.errors import InvalidInputError, RecordDroppedError
 from tests.engines import options
@@ -44,6 +45,12 @@ def test_a_table_of_another_shape_is_refused(writer: rr.RoutingWriter, tmp_path:
         pytest.raises(InvalidInputError, match="has rows"),
     ):
         RoutingCapture(writer, other)
+
+
+def test_finish_takes_what_finished_has() -> None:
+    finish, finished = (list(inspect.signature(each).parameters.values()) for each in (RoutingCapture.finish, Finished))
+    assert finish[1:-1] == finished
+    assert finish[-1].name == "steps_ahead"
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +14,14 @@ import rr_dataset as rr
 from rr_dataset.reserved import ReservedRecord
 from rr_dataset.writer import RoutingWriter
 from tests.engines import BIG, SPEC, experts, fill, options, stopped, stored_rows
+from tests.shared_writer import shared_writer
 
-_names = count()
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("reserved")
-
-
-@pytest.fixture(scope="module")
-def writer(base: Path) -> Iterator[RoutingWriter]:
-    (base / "spools").mkdir()
-    with RoutingWriter(base / "ds", options(base / "spools", block_timeout_s=0.01), create=SPEC) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def dataset(base: Path, writer: RoutingWriter) -> rr.RoutingDataset:
-    return rr.open_dataset(base / "ds")
+base, writer, dataset, name = shared_writer(block_timeout_s=0.01)
 
 
 @pytest.fixture
-def key(writer: RoutingWriter) -> str:
-    writer.flush()
-    return f"r{next(_names)}:1"
+def key(name: str) -> str:
+    return f"{name}:1"
 
 
 def tlk(seed: int, tokens: int = 20) -> Any:
@@ -51,6 +33,14 @@ def fill_in(reserved: ReservedRecord, source: Any, **late: Any) -> None:
         record.experts[:] = source
         for name, value in late.items():
             setattr(record, name, value)
+
+
+def test_its_arguments_are_those_of_put() -> None:
+    put, reserve = (dict(inspect.signature(each).parameters) for each in (RoutingWriter.put, RoutingWriter.reserve))
+    for name in ("routed_experts", "layout"):
+        del put[name]
+    del reserve["num_tokens"]
+    assert list(reserve.values()) == list(put.values())
 
 
 def test_a_record_filled_in_place_is_the_one_that_put_stores(writer: RoutingWriter, dataset: Any, key: str) -> None:

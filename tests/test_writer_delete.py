@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +13,10 @@ import pytest
 
 import rr_dataset as rr
 from rr_dataset.writer import RoutingWriter
-from tests.engines import BIG, SPEC, Engine, experts, options, spools, stopped, stored_rows, until
+from tests.engines import BIG, SPEC, Engine, experts, options, stopped, stored_rows, until
+from tests.shared_writer import shared_writer
 
-_names = count()
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("writer")
-
-
-@pytest.fixture(scope="module")
-def writer(base: Path) -> Iterator[RoutingWriter]:
-    """One writer for the tests that leave it usable; each uses ids of its own."""
-    (base / "spools").mkdir()
-    with RoutingWriter(base / "ds", options(base / "spools", run_id="mine"), create=SPEC) as made:
-        yield made
-    assert spools(base / "spools") == []
-
-
-@pytest.fixture
-def name(writer: RoutingWriter) -> str:
-    writer.flush()
-    return f"t{next(_names)}"
+base, writer, _, name = shared_writer(run_id="mine")
 
 
 def ids(base: Path, name: str) -> list[str]:

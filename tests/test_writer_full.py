@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +12,10 @@ import pytest
 import rr_dataset as rr
 from rr_dataset.intake import MAX_META_BYTES
 from rr_dataset.writer import Receipt, RoutingWriter
-from tests.engines import BIG, SPEC, experts, fill, options, spools, stopped, stored_rows
+from tests.engines import BIG, SPEC, experts, fill, options, stopped, stored_rows
+from tests.shared_writer import shared_writer
 
-_names = count()
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("writer")
-
-
-@pytest.fixture(scope="module")
-def writer(base: Path) -> Iterator[RoutingWriter]:
-    """One writer for the tests that leave it usable; each uses ids of its own."""
-    (base / "spools").mkdir()
-    with RoutingWriter(base / "ds", options(base / "spools", block_timeout_s=0.01), create=SPEC) as made:
-        yield made
-    assert spools(base / "spools") == []
-
-
-@pytest.fixture(scope="module")
-def dataset(base: Path, writer: RoutingWriter) -> rr.RoutingDataset:
-    return rr.open_dataset(base / "ds")
-
-
-@pytest.fixture
-def name(writer: RoutingWriter) -> str:
-    """A data id that no other test uses; what others put is flushed and reported."""
-    writer.flush()
-    return f"t{next(_names)}"
+base, writer, dataset, name = shared_writer(block_timeout_s=0.01)
 
 
 class Waits:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ import rr_dataset as rr
 from rr_dataset.errors import MAX_REASON_BYTES, NO_REASON
 from rr_dataset.feed import MAX_REASONS, OTHER_REASONS
 from rr_dataset.writer import RoutingWriter
-from tests.engines import BIG, SPEC, experts, options, stopped
-
-_names = count()
+from tests.engines import BIG, experts, options, stopped
+from tests.shared_writer import shared_writer
 
 
 class Mute:
@@ -41,27 +39,7 @@ class NoNumbers:
         raise ZeroDivisionError
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("many")
-
-
-@pytest.fixture(scope="module")
-def writer(base: Path) -> Iterator[RoutingWriter]:
-    (base / "spools").mkdir()
-    with RoutingWriter(base / "ds", options(base / "spools", block_timeout_s=0.01), create=SPEC) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def dataset(base: Path, writer: RoutingWriter) -> rr.RoutingDataset:
-    return rr.open_dataset(base / "ds")
-
-
-@pytest.fixture
-def name(writer: RoutingWriter) -> str:
-    writer.flush()
-    return f"m{next(_names)}"
+base, writer, dataset, name = shared_writer(block_timeout_s=0.01)
 
 
 # ---- put_many
