@@ -12,8 +12,6 @@ from rr_dataset.contracts import Decoded, decode
 from rr_dataset.intake import take_in
 from rr_dataset.layout import DatasetFormat
 
-SPEC = rr.RoutingSpec((1, 2, 4), num_experts=128, top_k=2)
-
 
 def one(contract: str, response: Any, spec: rr.RoutingSpec, **facts: Any) -> Any:
     (decoded,) = decode(contract, response, spec, thorough=True, **facts)

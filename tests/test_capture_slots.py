@@ -21,30 +21,15 @@ import rr_dataset as rr
 from rr_dataset.capture import SlotTable, StepCapturer
 from rr_dataset.capture.slots import _HEADER, _Shape
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError, SpoolUnavailableError
+from tests.slot_rows import BLOCK, BLOCKS, rows, slots, write
 
 ROOT = Path(__file__).parents[1]
-BLOCK = 4
-BLOCKS = 8
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> Iterator[SlotTable]:
     with SlotTable.create("t", BLOCKS, BLOCK, 3, 2, directory=tmp_path) as table:
         yield table
-
-
-def rows(seed: int, tokens: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 200, (tokens, 3, 2)).astype(np.uint8)
-
-
-def slots(blocks: list[int], start: int, stop: int) -> np.ndarray:
-    positions = np.arange(start, stop)
-    return np.array(blocks)[positions // BLOCK] * BLOCK + positions % BLOCK
-
-
-def write(table: SlotTable, blocks: list[int], start: int, given: np.ndarray) -> None:
-    at = slots(blocks, start, start + len(given))
-    table.scatter(at, given, table.marks(at))
 
 
 # --- the table

@@ -15,10 +15,9 @@ import rr_dataset as rr
 from rr_dataset.capture import BlockWatcher, SlotTable, StepCapturer
 from rr_dataset.capture.tensors import framework_of
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError
+from tests.slot_rows import BLOCK, BLOCKS, rows, slots, write
 
 SPEC = rr.RoutingSpec((3, 4, 7), num_experts=200, top_k=2)
-BLOCK = 4
-BLOCKS = 8
 
 
 @pytest.fixture
@@ -30,20 +29,6 @@ def table(tmp_path: Path) -> Iterator[SlotTable]:
 @pytest.fixture
 def capturer(table: SlotTable) -> StepCapturer:
     return StepCapturer(table, SPEC, 32)
-
-
-def rows(seed: int, tokens: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 200, (tokens, 3, 2)).astype(np.uint8)
-
-
-def slots(blocks: list[int], start: int, stop: int) -> np.ndarray:
-    positions = np.arange(start, stop)
-    return np.array(blocks)[positions // BLOCK] * BLOCK + positions % BLOCK
-
-
-def write(table: SlotTable, blocks: list[int], start: int, given: np.ndarray) -> None:
-    at = slots(blocks, start, start + len(given))
-    table.scatter(at, given, table.marks(at))
 
 
 def record(capturer: StepCapturer, given: Any, **how: Any) -> None:

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import wire
-from wire import Run, make_run
+from wire import SPEC, Run, small_run
 
 import rr_dataset as rr
 from rr_dataset.capture.vllm import VllmRoutingHook
 
-SPEC = rr.RoutingSpec((1, 2, 4), num_experts=128, top_k=2)
 OPTIONS = rr.WriterOptions(spool_bytes=4 << 20, slab_bytes=1 << 20)
 
 
@@ -49,7 +48,7 @@ class Hostile:
 
 @pytest.fixture
 def run() -> Run:
-    return make_run(SPEC, 5, [11, 12, 13], [21, 22, 23, 24], np.random.default_rng(0))
+    return small_run()
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import wire
-from decoding import SPEC, check, one, taken
+from decoding import check, one, taken
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from wire import Run, make_run, runs
+from wire import SPEC, Run, make_run, runs, small_run
 
 import rr_dataset as rr
 from rr_dataset.contracts import decode
@@ -19,7 +19,7 @@ from rr_dataset.contracts import decode
 
 @pytest.fixture
 def run() -> Run:
-    return make_run(SPEC, 5, [11, 12, 13], [21, 22, 23, 24], np.random.default_rng(0))
+    return small_run()
 
 
 def check_tokens(put: Any, run: Run, start: int, stop: int) -> None:

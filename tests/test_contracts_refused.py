@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import wire
-from decoding import SPEC, check, one
+from decoding import check, one
 from hypothesis import given
 from hypothesis import strategies as st
-from wire import Run, make_run
+from wire import SPEC, Run, make_run, small_run
 
 import rr_dataset as rr
 from rr_dataset.contracts import CONTRACTS, decode
@@ -25,7 +25,7 @@ from rr_dataset.contracts import CONTRACTS, decode
 
 @pytest.fixture
 def run() -> Run:
-    return make_run(SPEC, 5, [11, 12, 13], [21, 22, 23, 24], np.random.default_rng(0))
+    return small_run()
 
 
 Change = Any
@@ -200,7 +200,7 @@ def test_hostile_npy(run: Run, text: str) -> None:
 @given(st.binary(max_size=60), st.integers(0, 127))
 def test_npy_of_anything(noise: bytes, at: int) -> None:
     """A damaged header never gets further than a refusal."""
-    run = make_run(SPEC, 5, [11, 12, 13], [21, 22, 23, 24], np.random.default_rng(0))
+    run = small_run()
     response = wire.vllm(run)
     good = base64.b64decode(response["choices"][0]["routed_experts"])
     response["choices"][0]["routed_experts"] = base64.b64encode(good[:at] + noise + good[at + len(noise) :]).decode()
@@ -264,7 +264,7 @@ def test_a_sample_that_does_not_fit_keeps_the_index_that_it_tells(run: Run) -> N
 @given(st.sampled_from(sorted(CONTRACTS)), st.data())
 def test_any_json_is_decoded_or_refused(contract: str, data: st.DataObject) -> None:
     """Whatever is put in the place of one value of a good response, nothing but a refusal comes of it."""
-    run = make_run(SPEC, 5, [11, 12, 13], [21, 22, 23, 24], np.random.default_rng(0))
+    run = small_run()
     made = {
         "sglang": lambda: wire.sglang(run), "vllm": lambda: wire.vllm(run), "vllm-0.21": lambda: wire.vllm_split(run),
         "fastdeploy": lambda: wire.fastdeploy(run, "uint8"), "prime-rl": lambda: wire.prime_rl(run), "nemo-rl": lambda: wire.nemo_rl(run),

@@ -11,17 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import wire
-from wire import Run, make_run
+from wire import SPEC, Run, small_run
 
 import rr_dataset as rr
 from cli.main import main
 
-SPEC = rr.RoutingSpec((1, 2, 4), num_experts=128, top_k=2)
-
 
 @pytest.fixture
 def run() -> Run:
-    return make_run(SPEC, 5, [11, 12, 13], [21, 22, 23, 24], np.random.default_rng(0))
+    return small_run()
 
 
 @pytest.fixture

@@ -40,6 +40,14 @@ class Run:
         return np.stack([self.routing[:, layer] for layer in self.spec.moe_layers], axis=1)
 
 
+SPEC = RoutingSpec((1, 2, 4), num_experts=128, top_k=2)
+
+
+def small_run() -> Run:
+    """Three tokens of a prompt and four of an answer, of a model of five layers."""
+    return make_run(SPEC, 5, [11, 12, 13], [21, 22, 23, 24], np.random.default_rng(0))
+
+
 @st.composite
 def runs(draw: st.DrawFn, max_tokens: int = 8) -> Run:
     hidden = draw(st.integers(1, 6))
