@@ -12,7 +12,7 @@ from weed import Place, S3Server
 
 from rr_dataset.errors import CorruptShardError, InvalidInputError, ObjectNotFoundError, StorageError
 from rr_dataset.layout import STAGING_DIR
-from rr_dataset.storage import Entry, Storage, obstore_client, open_storage, remote, s3fs_client
+from rr_dataset.storage import Entry, Storage, listing, obstore_client, open_storage, remote, s3fs_client
 
 WRITER = "00112233aabbccdd"
 CLIENTS = ("obstore", "s3fs")
@@ -45,7 +45,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.fixture
 def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (remote, s3fs_client, obstore_client):
+    for module in (remote, s3fs_client, obstore_client, listing):
         monkeypatch.setattr(module, "ANSWER_S", 0.8)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -18,7 +19,7 @@ from rr_dataset.storage.client import Kind, RequestFailed
 from rr_dataset.storage.connect import S3Options
 
 DEFAULT_REGION = "us-east-1"
-_REFRESH = timedelta(minutes=1)  # how long credentials that expire are used before botocore is asked again
+REFRESH_S = 60.0  # how long credentials that expire are used before botocore is asked again
 _KINDS: tuple[tuple[type[BaseException], Kind], ...] = (
     (botocore.exceptions.NoCredentialsError, Kind.NO_CREDENTIALS),
     (botocore.exceptions.PartialCredentialsError, Kind.NO_CREDENTIALS),
@@ -41,11 +42,21 @@ class Account:
     endpoint_url: str | None  # None: AWS
     path_style: bool
     credentials: Any  # botocore's, None for anonymous requests
+    verify: str | bool  # certificates, if need be by those in this file
 
     @property
     def shown_endpoint(self) -> str:
         """Without the password that a URL may have."""
         return (self.endpoint_url or "").rpartition("@")[2]
+
+    def bucket_url(self, bucket: str) -> str:
+        """Where its requests go."""
+        url = (self.endpoint_url or f"https://s3.{self.region}.amazonaws.com").rstrip("/")
+        if self.path_style:
+            return f"{url}/{bucket}"
+        parts = urlsplit(url)
+        login, at, host = parts.netloc.rpartition("@")
+        return parts._replace(netloc=f"{login}{at}{bucket}.{host}").geturl()
 
     def frozen(self) -> dict[str, Any]:
         """For obstore: credentials as they are now."""
@@ -54,7 +65,7 @@ class Account:
             "access_key_id": now.access_key,
             "secret_access_key": now.secret_key,
             "token": now.token,
-            "expires_at": datetime.now(timezone.utc) + _REFRESH,
+            "expires_at": datetime.now(timezone.utc) + timedelta(seconds=REFRESH_S),
         }
 
 
@@ -62,6 +73,7 @@ def account(options: S3Options) -> Account:
     """Raises RequestFailed where no credentials are found, InvalidInputError for an endpoint that is no address."""
     with BotoErrors():
         session = botocore.session.Session(profile=options.profile)
+        verify = session.get_config_variable("ca_bundle") or True
         region = options.region or os.environ.get("AWS_REGION") or session.get_config_variable("region")
         endpoint = (
             options.endpoint_url
@@ -78,8 +90,20 @@ def account(options: S3Options) -> Account:
             if credentials is None:
                 raise botocore.exceptions.NoCredentialsError
     _check_endpoint(endpoint)
+    if endpoint and credentials is not None:  # a signature stands where its password would
+        parts = urlsplit(endpoint)
+        endpoint = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
     style = options.addressing_style or ("path" if endpoint else "virtual")
-    return Account(region or DEFAULT_REGION, endpoint, style == "path", credentials)
+    by_path = style == "path" or _is_number(urlsplit(endpoint or "").hostname)
+    return Account(region or DEFAULT_REGION, endpoint, by_path, credentials, verify)
+
+
+def _is_number(host: str | None) -> bool:
+    """Whether nothing can stand before the host."""
+    try:
+        return bool(ipaddress.ip_address(host or ""))
+    except ValueError:
+        return False
 
 
 def _check_endpoint(endpoint: str | None) -> None:

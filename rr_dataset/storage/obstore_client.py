@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import obstore
-from obstore.exceptions import BaseError, InvalidPathError
+from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from rr_dataset.storage.aws import account
@@ -27,6 +27,7 @@ from rr_dataset.storage.client import (
     Upload,
 )
 from rr_dataset.storage.connect import S3Options
+from rr_dataset.storage.listing import Lister
 from rr_dataset.storage.s3fs_client import SINGLE_BYTES, S3fsClient
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
@@ -39,10 +40,6 @@ _SAID = {
 }
 
 
-class _NotAPath(RequestFailed):
-    """Somebody's key in a listing is none that obstore can read."""
-
-
 class _Errors:
     """Raises what obstore raises as RequestFailed, without the texts of requests and answers."""
 
@@ -52,8 +49,6 @@ class _Errors:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, BaseError | FileNotFoundError | ValueError):
             return
-        if isinstance(error, InvalidPathError):
-            raise _NotAPath(Kind.REFUSED, type(error).__name__) from None
         text = str(error)
         status, code = _STATUS.search(text), _CODE.search(text)
         if status or code:
@@ -78,7 +73,9 @@ class ObstoreClient:
         if at.credentials is not None:
             signing = {"credential_provider": at.frozen}
         if at.endpoint_url:
-            signing["endpoint"] = signing["aws_endpoint_url_s3"] = at.endpoint_url
+            # of a bucket before the host it takes the whole address
+            signing["endpoint"] = at.endpoint_url if at.path_style else at.bucket_url(bucket)
+            signing["aws_endpoint_url_s3"] = signing["endpoint"]
 
         def store(timeout: timedelta) -> S3Store:
             return S3Store(
@@ -96,7 +93,8 @@ class ObstoreClient:
             )
 
         self._store = store(timedelta(hours=1))  # for bodies of any length: the caller counts
-        self._brief = store(timedelta(seconds=ANSWER_S))  # a page of a listing each
+        self._brief = store(timedelta(seconds=ANSWER_S))
+        self._lister = Lister(bucket, at)
         self._make_s3fs: Callable[[], Client] = lambda: S3fsClient(bucket, options)
         self._s3fs: Client | None = None
 
@@ -132,19 +130,8 @@ class ObstoreClient:
             return _found(await obstore.head_async(self._brief, key))
 
     async def list(self, prefix: str) -> Listing:
-        """A request per thousand names.
-
-        obstore takes any well-formed XML or HTML with status 200 for a listing without names, and a page that ends early for
-        the last, and does not show the answer. Whoever opens a dataset looks once whether its listings are real (see
-        `description.open_format`); one that turns false later is not noticed. s3fs refuses such answers. Where somebody's key is
-        no path for obstore ("a//b", a line break), s3fs lists.
-        """
-        try:
-            with _Errors():
-                listed = await obstore.list_with_delimiter_async(self._brief, prefix)
-        except _NotAPath:
-            return await self._parts().list(prefix)
-        return [_found(each) for each in listed["objects"]], listed["common_prefixes"]
+        """Not through obstore, which takes any well-formed answer for a listing without names."""
+        return await self._lister.list(prefix)
 
     async def delete(self, keys: Sequence[str]) -> Sequence[str]:
         """One POST; obstore tells only the first key that failed, so then none is sure."""

@@ -29,6 +29,8 @@ from rr_dataset.storage.client import (
     Upload,
 )
 from rr_dataset.storage.connect import S3Options
+from rr_dataset.storage.listing import Lister
+from rr_dataset.storage.once import OnceSession
 
 SINGLE_BYTES = 64 << 20  # what is larger goes up in parts
 PART_BYTES = 16 << 20
@@ -52,6 +54,7 @@ class S3fsClient:
     def __init__(self, bucket: str, options: S3Options) -> None:
         at = account(options)
         self._bucket, self.endpoint = bucket, at.shown_endpoint
+        self._lister = Lister(bucket, at)
         keys = at.credentials.get_frozen_credentials() if options.key is not None else None
         self._fs = S3FileSystem(
             anon=options.anon,
@@ -65,6 +68,7 @@ class S3fsClient:
                 "read_timeout": ANSWER_S,
                 "max_pool_connections": 2 * REQUESTS_AT_ONCE,
                 "retries": {"total_max_attempts": 1},
+                "http_session_cls": OnceSession,
                 "s3": {"addressing_style": "path" if at.path_style else "virtual"},
             },
             skip_instance_cache=True,
@@ -115,22 +119,7 @@ class S3fsClient:
 
     async def list(self, prefix: str) -> Listing:
         """A request per thousand names."""
-        found: list[Found] = []
-        prefixes: list[str] = []
-        after: dict[str, str] = {}
-        s3 = await self._s3()
-        while True:
-            with _Errors():
-                answer = await s3.list_objects_v2(Bucket=self._bucket, Prefix=prefix, Delimiter="/", **after)
-            _require(answer, "IsTruncated", *(["NextContinuationToken"] if answer.get("IsTruncated") else ()))
-            found += [
-                Found(each["Key"], each["Size"], each["LastModified"].timestamp(), each.get("ETag", ""))
-                for each in answer.get("Contents", ())
-            ]
-            prefixes += [each["Prefix"].removesuffix("/") for each in answer.get("CommonPrefixes", ())]
-            if not answer["IsTruncated"]:
-                return found, prefixes
-            after = {"ContinuationToken": answer["NextContinuationToken"]}
+        return await self._lister.list(prefix)
 
     async def delete(self, keys: Sequence[str]) -> Sequence[str]:
         """One POST, whose answer names the keys that failed."""

@@ -1,0 +1,187 @@
+"""Listings of a bucket: whole ones of any keys, and whatever else answers with 200 is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from types import SimpleNamespace
+
+import pytest
+from counting_proxy import CountingProxy, Fault
+from fsspec.asyn import get_loop
+from s3_medium import S3Medium
+from weed import REGION, Place, S3Server
+
+from rr_dataset.errors import ObjectNotFoundError, StorageError
+from rr_dataset.storage import Storage, listing, open_storage, remote
+from rr_dataset.storage.aws import Account
+
+WRITER = "00112233aabbccdd"
+CLIENTS = ("obstore", "s3fs")
+SPACE = 'xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
+
+
+@pytest.fixture(params=CLIENTS)
+def medium(s3: Place, request: pytest.FixtureRequest) -> S3Medium:
+    return S3Medium(s3, request.param)
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server) -> Iterator[CountingProxy]:
+    with CountingProxy.before(s3_server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def storage(medium: S3Medium, proxy: CountingProxy, monkeypatch: pytest.MonkeyPatch) -> Storage:
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+    return open_storage(medium.uri, {**medium.options, "endpoint_url": proxy.endpoint})
+
+
+def page(inside: str, rest: str = "<IsTruncated>false</IsTruncated>", space: str = SPACE) -> bytes:
+    return f'<?xml version="1.0" encoding="UTF-8"?><ListBucketResult {space}>{rest}{inside}</ListBucketResult>'.encode()
+
+
+def contents(key: str, changed: str = "2026-01-02T03:04:05.678Z") -> str:
+    return (
+        f"<Contents><Key>{key}</Key><LastModified>{changed}</LastModified><ETag>&quot;e&quot;</ETag>"
+        "<Size>7</Size></Contents>"
+    )
+
+
+def test_a_listing_of_thousands_comes_in_pages(s3: Place, proxy: CountingProxy) -> None:
+    medium = S3Medium(s3, "obstore")
+    names = [f"{number:04}.arrow" for number in range(2500)]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda name: medium.put(f"data_id=p/{name}"), names))
+    for client in CLIENTS:
+        proxy.forget()
+        storage = open_storage(s3.uri, {**s3.options, "client": client, "endpoint_url": proxy.endpoint})
+        assert sorted(entry.name for entry in storage.list("data_id=p")) == names
+        assert proxy.counts() == {"GET": 3}
+
+
+KEYS = ("a b", "a+b", "a%20b", "100%", "ü€😀", "a\nb", "a\tb", "<&>\"'", "a=b?c#d", "data_id=x:y")
+
+
+def test_keys_come_as_they_are(storage: Storage, medium: S3Medium) -> None:
+    for name in KEYS:
+        medium.put(f"d/{name}")
+        medium.put(f"{name}/o")
+    assert {entry.name for entry in storage.list("d")} == set(KEYS)
+    assert set(storage.list_dirs("")) == {*KEYS, "d"}
+    for name in KEYS:
+        assert [(entry.name, entry.size) for entry in storage.list(name)] == [("o", 1)]
+
+
+def test_what_a_listing_tells_is_what_the_object_tells(storage: Storage, medium: S3Medium) -> None:
+    medium.put("o", b"abc")
+    (entry,) = storage.list("")
+    head = medium.place.client.head_object(Bucket=medium.place.bucket, Key=medium.key("o"))
+    assert entry == ("o", 3, head["LastModified"].timestamp(), head["ETag"])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"<html><body>Please log in</body></html>",
+        b"<!DOCTYPE html><html><body><br>Please log in</body></html>",
+        b'{"keys": []}',
+        b"<?xml version='1.0'?>",
+        b"<?xml version='1.0'?><ListAllMyBucketsResult><Buckets/></ListAllMyBucketsResult>",
+        b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>m</Message></Error>",
+        page("", rest=""),
+        page("", rest="<IsTruncated>perhaps</IsTruncated>"),
+        page("", rest="<IsTruncated>true</IsTruncated>"),
+        page("", rest="<IsTruncated>true</IsTruncated><NextContinuationToken/>"),
+        page(contents("PREFIX/1.arrow"))[:-30],
+        page(contents("elsewhere/1.arrow")),
+        page("<CommonPrefixes><Prefix>elsewhere/</Prefix></CommonPrefixes>"),
+        page("<Contents><Key>PREFIX/1.arrow</Key></Contents>"),
+        page(contents("PREFIX/1.arrow", changed="yesterday")),
+    ],
+)
+def test_what_is_no_whole_listing_is_refused(
+    storage: Storage, medium: S3Medium, proxy: CountingProxy, answer: bytes
+) -> None:
+    answer = answer.replace(b"PREFIX", medium.key("data_id=p").encode())
+    fault = proxy.add(Fault("status", method="GET", times=100, status=200, body=answer or b" "))
+    for call in (storage.list, storage.list_dirs):
+        with pytest.raises(StorageError, match="does not list: check AWS_ENDPOINT_URL") as caught:
+            call("data_id=p")
+        assert not isinstance(caught.value, ObjectNotFoundError)
+        assert "log in" not in str(caught.value)
+    assert fault.hits == 2 * remote.TRIES
+    fault.times = fault.hits + 1
+    assert storage.list("data_id=p") == []
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "says"),
+    [(200, "SlowDown", "fewer requests"), (200, "AccessDenied", "s3:ListBucket"), (404, "NoSuchKey", "does not list")],
+)
+def test_an_error_in_place_of_a_listing_is_said(
+    storage: Storage, proxy: CountingProxy, status: int, code: str, says: str
+) -> None:
+    proxy.add(Fault("status", method="GET", times=100, status=status, code=code))
+    with pytest.raises(StorageError, match=says) as caught:
+        storage.list("")
+    assert not isinstance(caught.value, ObjectNotFoundError)
+
+
+@pytest.mark.parametrize("space", [SPACE, ""])
+def test_a_store_that_writes_them_another_way(
+    storage: Storage, medium: S3Medium, proxy: CountingProxy, space: str
+) -> None:
+    """Without a namespace, keys as they are, dates of other forms."""
+    changed = ("2026-01-02T03:04:05Z", "2026-01-02T03:04:05.6Z", "2026-01-02T03:04:05.678901234Z")
+    inside = "".join(contents(medium.key(f"a%20+{number}"), each) for number, each in enumerate(changed))
+    proxy.add(Fault("status", method="GET", status=200, body=page(inside, space=space)))
+    seconds = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc).timestamp()
+    assert storage.list("") == [(f"a%20+{number}", 7, seconds, '"e"') for number in range(3)]
+
+
+def test_who_asks_is_signed_or_nobody(s3: Place, proxy: CountingProxy) -> None:
+    proxy.add(Fault("status", method="GET", times=2, status=200, body=page("")))
+    own = {**s3.options, "endpoint_url": proxy.endpoint}
+    assert open_storage(s3.uri, {**own, "token": "of a session"}).list("") == []
+    anonymous = {**own, "key": None, "secret": None, "anon": True}
+    assert open_storage(s3.uri, anonymous).list("") == []
+    signed, unsigned = (each.headers for each in proxy.requests())
+    assert signed["x-amz-security-token"] == "of a session"
+    assert "x-amz-security-token" in signed["authorization"]
+    assert "authorization" not in unsigned
+
+
+def test_keys_that_change_are_asked_for_again(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def now() -> SimpleNamespace:
+        asked.append(threading.current_thread())
+        return SimpleNamespace(access_key=s3.options["key"], secret_key=s3.options["secret"], token=None)
+
+    keys = SimpleNamespace(get_frozen_credentials=now)
+    at = Account(REGION, s3.options["endpoint_url"], path_style=True, credentials=keys, verify=True)
+    lister = listing.Lister(s3.bucket, at)
+
+    def listed() -> object:
+        return asyncio.run_coroutine_threadsafe(lister.list(f"{s3.prefix}/"), get_loop()).result(60)
+
+    for _ in range(2):
+        assert listed() == ([], [])
+    assert len(asked) == 1
+    monkeypatch.setattr(listing, "REFRESH_S", 0)
+    lister = listing.Lister(s3.bucket, at)
+    for _ in range(2):
+        assert listed() == ([], [])
+    assert len(asked) == 3
+    loops = asyncio.run_coroutine_threadsafe(_this_thread(), get_loop()).result(60)
+    assert loops not in asked  # which others wait for
+
+
+async def _this_thread() -> threading.Thread:
+    return threading.current_thread()
