@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 from contextlib import suppress
 
@@ -12,7 +11,6 @@ from rr_dataset.errors import (
     InvalidInputError,
     ObjectNotFoundError,
     SpecMismatchError,
-    StorageError,
 )
 from rr_dataset.layout import FORMAT_PATH, STAGING_DIR, DatasetFormat, parse_partition
 from rr_dataset.storage import Storage
@@ -37,24 +35,6 @@ def read_format(storage: Storage) -> DatasetFormat:
         ) from error
     except FormatError as error:
         raise type(error)(f"{storage.uri}: {error}") from error
-
-
-def open_format(storage: Storage) -> DatasetFormat:
-    """`read_format` once, before a store is relied on: one that answers, and lists nothing, would make rows vanish in silence.
-
-    Raises StorageError too, where a remote store does not list what was just read.
-    """
-    found = read_format(storage)
-    if storage.is_remote:
-        folder, _, name = FORMAT_PATH.rpartition("/")
-        if name not in {entry.name for entry in storage.list(folder)}:
-            raise StorageError(
-                errno.EIO,
-                f"a listing does not show {FORMAT_PATH}, which can be read: its listings cannot be relied on; check "
-                "AWS_ENDPOINT_URL, and what answers there",
-                storage.uri,
-            )
-    return found
 
 
 def ensure_format(storage: Storage, wanted: DatasetFormat, *, exist_ok: bool = True) -> DatasetFormat:

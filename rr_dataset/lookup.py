@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy.typing as npt
 
-from rr_dataset.description import open_format
+from rr_dataset.description import read_format
 from rr_dataset.errors import InvalidInputError, RecordDroppedError, RecordNotFoundError
 from rr_dataset.keys import Prefix
 from rr_dataset.layout import DatasetFormat, parse_ref, partition_path, row_ref
@@ -50,7 +50,7 @@ class Lookup:
         self.pid = os.getpid()
         self.run = run
         self.storage = open_storage(uri, storage_options)
-        self.format: DatasetFormat = open_format(self.storage) if parent is None else parent.format
+        self.format: DatasetFormat = read_format(self.storage) if parent is None else parent.format
         self.reader: Reader = Reader(
             self.storage, self.format, None if parent is None else parent.reader.indexes.after_fork()
         )

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from rr_dataset.dataset import create_dataset
-from rr_dataset.description import open_format
+from rr_dataset.description import read_format
 from rr_dataset.errors import CorruptSpoolError, DatasetNotFoundError, RoutingDatasetError, SpecMismatchError
 from rr_dataset.layout import STAGING_DIR, DatasetFormat
 from rr_dataset.publisher import UNPUBLISHED, Publisher, slabs_in
@@ -212,12 +212,12 @@ def _open(start: Mapping[str, Any]) -> Publisher:
         return Publisher(storage, DatasetFormat.from_json(start["format"].encode()), start["compression"])
     spec = None if start["create"] is None else RoutingSpec.from_dict(start["create"])
     try:
-        dataset = open_format(storage)
+        dataset = read_format(storage)
     except DatasetNotFoundError:
         if spec is None:
             raise
         create_dataset(start["uri"], spec, keep=start["keep"], storage_options=options)
-        dataset = open_format(storage)
+        dataset = read_format(storage)
     if spec is not None and spec != dataset.spec:
         raise SpecMismatchError(
             f"{start['uri']} exists with {dataset.spec}, not with create={spec}: leave create out, or use another place"

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from memory_store import RemoteMemory
 from stored import SPEC
 
 import rr_dataset as rr
-from rr_dataset.description import ensure_format, open_format, read_format
+from rr_dataset.description import ensure_format, read_format
 from rr_dataset.layout import FORMAT_PATH, DatasetFormat
-from rr_dataset.storage import Entry, Storage, open_storage
+from rr_dataset.storage import Storage, open_storage
 
 UUIDS = ("00000000-0000-4000-8000-000000000001", "00000000-0000-4000-8000-000000000002")
 FIRST, SECOND = (DatasetFormat(uuid, SPEC, rr.KeyScheme.fastdeploy()) for uuid in UUIDS)
@@ -111,20 +110,3 @@ def test_reading_rubbish_names_the_place(storage: Storage, tmp_path: Path) -> No
     (tmp_path / FORMAT_PATH).write_bytes(b"{}")
     with pytest.raises(rr.FormatError, match=str(tmp_path)):
         read_format(storage)
-
-
-class _ListsNothing(RemoteMemory):
-    def list(self, path: str) -> list[Entry]:
-        return []
-
-
-def test_a_remote_store_that_lists_nothing_is_not_opened() -> None:
-    for kind in (RemoteMemory, _ListsNothing):
-        storage = kind()
-        storage.objects[FORMAT_PATH] = FIRST.to_json()
-        assert read_format(storage) == FIRST
-        if kind is RemoteMemory:
-            assert open_format(storage) == FIRST
-        else:
-            with pytest.raises(rr.StorageError, match=r"does not show _rr/format\.json"):
-                open_format(storage)

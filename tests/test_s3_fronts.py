@@ -170,7 +170,7 @@ PAGE = b"<html><body>Please log in</body></html>"
     [
         (r"_rr/format\.json", rr.FormatError, r"_rr/format\.json is no JSON, it begins with b'<html><body>Please"),
         (r"_rr/tombstones/[0-9]", rr.FormatError, r"is no JSON, it begins with b'<html>"),
-        (r"prefix=[^&]*_rr%2F(&|$)", rr.StorageError, r"does not show _rr/format\.json"),
+        (r"prefix=[^&]*data_id%3D", rr.StorageError, "does not list"),
     ],
 )
 def test_a_page_in_place_of_an_answer_is_no_content(
@@ -185,16 +185,30 @@ def test_a_page_in_place_of_an_answer_is_no_content(
     assert fault.hits
 
 
-def test_a_writer_does_not_start_where_listings_lie(
-    filled: Place, counted: tuple[CountingProxy, dict[str, Any]], tmp_path: Path
+@pytest.mark.parametrize("client", CLIENTS)
+def test_no_answer_comes_of_a_listing_that_is_none(
+    filled: Place, counted: tuple[CountingProxy, dict[str, Any]], client: str
 ) -> None:
     proxy, options = counted
-    proxy.add(Fault("status", method="GET", target="prefix=", times=1000, status=200, body=PAGE))
-    settings = rr.WriterOptions(
-        spool_dir=str(tmp_path), spool_bytes=8 << 20, slab_bytes=1 << 20, storage_options=options
-    )
-    with pytest.raises(rr.StorageError, match=r"does not show _rr/format\.json|failed"):
-        rr.RoutingWriter(filled.uri, settings)
+    options = {**options, "client": client}
+    rr.delete(filled.uri, prefixes=["p0"], storage_options=filled.options)
+    before = S3Medium(filled, client).objects()
+    calls: list[Callable[[], object]] = [
+        lambda: list(rr.open_dataset(filled.uri, storage_options=options).ids()),
+        lambda: rr.collect_garbage(filled.uri, storage_options=options),
+        lambda: rr.compact(filled.uri, storage_options=options),
+        lambda: rr.verify(filled.uri, storage_options=options),
+    ]
+    for prefix in ("routing%2F(&|$)", "tombstones", "data_id%3D"):
+        fault = proxy.add(
+            Fault("status", method="GET", target=f"prefix=[^&]*{prefix}", times=1000, status=200, body=PAGE)
+        )
+        for call in calls:
+            with pytest.raises(rr.StorageError, match="does not list"):
+                call()
+        assert fault.hits
+        proxy.heal()
+    assert S3Medium(filled, client).objects() == before
 
 
 # Upkeep
