@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from s3_medium import S3Medium
 from weed import READER, REGION, Place, S3Server
 
 from rr_dataset.errors import InvalidInputError, StorageError
-from rr_dataset.storage import Storage, open_storage
+from rr_dataset.storage import Storage, open_storage, remote
+from rr_dataset.storage.aws import account
+from rr_dataset.storage.connect import S3Options
 
 ROOT = Path(__file__).parents[1]
 WRITER = "00112233aabbccdd"
@@ -110,6 +113,78 @@ def test_errors_say_what_to_do_and_no_secret(medium: S3Medium, s3_server: S3Serv
         said = "".join(traceback.format_exception(caught.value)) + repr(storage) + storage.uri
         for secret in (own["secret"], READER[1], "SECRET-wrong"):
             assert secret not in said
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and all that Python keeps with it, shown or not."""
+    if error is not None:
+        yield error
+        yield from _chain(error.__cause__)
+        yield from _chain(error.__context__)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("anon", [True, False])
+@pytest.mark.parametrize("is_up", [True, False])
+def test_what_an_error_came_of_tells_no_secret(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, client: str, anon: bool, is_up: bool
+) -> None:
+    """As a reporter of crashes would walk it."""
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+    place = s3_server.place()
+    signed = {"anon": True} if anon else {"key": place.options["key"], "secret": "SECRET-wrong"}
+    endpoint = f"http://me:PASSWORD@127.0.0.1:{s3_server.port if is_up else 1}"
+    storage = open_storage(place.uri, {**signed, "client": client, "endpoint_url": endpoint})
+    for call in (
+        lambda: storage.create("o", b"x", staging=WRITER),
+        lambda: storage.list("d"),
+        lambda: storage.read_bytes("o"),
+        lambda: storage.delete(["o"]),
+    ):
+        with pytest.raises(StorageError) as caught:
+            call()
+        chain = list(_chain(caught.value))
+        assert len(chain) > 1
+        said = "".join(traceback.format_exception(caught.value)) + "".join(f"{each!r}{each}" for each in chain)
+        for secret in ("PASSWORD", "SECRET-wrong", place.options["secret"]):
+            assert secret not in said
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("style", ["path", "virtual"])
+def test_a_password_in_the_endpoint_hinders_nobody(s3: Place, client: str, style: str) -> None:
+    """Nor does an address before which no bucket can stand."""
+    address = s3.options["endpoint_url"].replace("http://", "http://me:PASSWORD@")
+    storage = open_storage(s3.uri, {**s3.options, "client": client, "endpoint_url": address, "addressing_style": style})
+    assert storage.create("o", b"abc", staging=WRITER)
+    assert [entry.name for entry in storage.list("")] == ["o"]
+    assert storage.read_bytes("o") == b"abc"
+
+
+@pytest.mark.parametrize(
+    ("options", "url"),
+    [
+        ({}, "https://b.s3.eu-west-3.amazonaws.com"),
+        ({"addressing_style": "path"}, "https://s3.eu-west-3.amazonaws.com/b"),
+        ({"endpoint_url": "http://store:9000/"}, "http://store:9000/b"),
+        ({"endpoint_url": "https://store/at", "addressing_style": "virtual"}, "https://b.store/at"),
+        ({"endpoint_url": "http://[::1]:9000", "addressing_style": "virtual"}, "http://[::1]:9000/b"),
+        ({"endpoint_url": "https://me:x@store"}, "https://store/b"),
+        (
+            {
+                "endpoint_url": "https://me:x@store",
+                "addressing_style": "virtual",
+                "anon": True,
+                "key": None,
+                "secret": None,
+            },
+            "https://me:x@b.store",
+        ),
+    ],
+)
+def test_where_the_requests_of_a_bucket_go(options: dict[str, Any], url: str) -> None:
+    at = account(S3Options(**{"key": "k", "secret": "s", "region": "eu-west-3", **options}))
+    assert at.bucket_url("b") == url
 
 
 @pytest.mark.parametrize("client", CLIENTS)

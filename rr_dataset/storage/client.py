@@ -125,7 +125,8 @@ class RequestFailed(Exception):  # noqa: N818 - the error that callers see is ma
 
 
 def storage_error(failed: RequestFailed, address: str, endpoint: str = "") -> StorageError:
-    """What a caller sees of it."""
+    """What a caller sees of it, and of what it was made of nothing: that may tell addresses with passwords, and headers."""
+    failed.__context__ = None
     bucket = urlsplit(address).netloc
     text = f"{failed.kind.text.format(bucket=bucket)} ({failed.text}{endpoint and f'; {endpoint}'})"
     gone = failed.kind in (Kind.MISSING, Kind.CHANGED)

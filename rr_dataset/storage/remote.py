@@ -196,7 +196,10 @@ class RemoteStorage:
         return ours, [each for each in prefixes if each.rpartition("/")[2] not in marks]
 
     async def _create(self, key: str, data: Sequence[memoryview]) -> bool:
-        return await asyncio.wait_for(self._made(key, data), CREATE_S)
+        try:
+            return await asyncio.wait_for(self._made(key, data), CREATE_S)
+        except asyncio.TimeoutError:
+            raise RequestFailed(Kind.TIMEOUT, f"no answer within {CREATE_S:.0f} s") from None
 
     async def _made(self, key: str, data: Sequence[memoryview]) -> bool:
         size = sum([view.nbytes for view in data])
@@ -287,9 +290,6 @@ class RemoteStorage:
             return run(call)
         except RequestFailed as failed:
             raise storage_error(failed, self._address(path), self._endpoint()) from failed
-        except (asyncio.TimeoutError, TimeoutError) as late:
-            too_late = RequestFailed(Kind.TIMEOUT, f"no answer within {CREATE_S:.0f} s")
-            raise storage_error(too_late, self._address(path), self._endpoint()) from late
 
     def _endpoint(self) -> str:
         return self._connection[1].endpoint if self._connection else ""
