@@ -82,7 +82,7 @@ THIRD_PARTY = (
     {"numpy"},
     {"numpy", "xxhash"},
     {"numpy", "xxhash", "pyarrow"},
-    {"numpy", "fsspec", "s3fs", "aiohttp", "botocore", "obstore"},
+    {"numpy", "fsspec", "s3fs", "aiobotocore", "aiohttp", "botocore", "obstore"},
     {"numpy", "xxhash", "pyarrow"},
 )
 # The engine process imports the module a tensor came from when it sees one; nothing else is imported in a function.

@@ -93,6 +93,7 @@ def test_what_a_listing_tells_is_what_the_object_tells(storage: Storage, medium:
         b'{"keys": []}',
         b"<?xml version='1.0'?>",
         b"<?xml version='1.0'?><ListAllMyBucketsResult><Buckets/></ListAllMyBucketsResult>",
+        b"<?xml version='1.0'?><ListVersionsResult><IsTruncated>false</IsTruncated></ListVersionsResult>",
         b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>m</Message></Error>",
         page("", rest=""),
         page("", rest="<IsTruncated>perhaps</IsTruncated>"),
