@@ -99,8 +99,9 @@ class _Page:
         if name != "ListBucketResult":
             raise ValueError(name)
         self._unquoted = unquote_plus if root.findtext(f"{self._space}EncodingType") == "url" else str
+        self._names = [f"{self._space}{each}" for each in ("Key", "Size", "LastModified", "ETag")]
         self.found = [self._found(each) for each in root.iterfind(f"{self._space}Contents")]
-        below = [self._key(each, "Prefix") for each in root.iterfind(f"{self._space}CommonPrefixes")]
+        below = [self._unquoted(self._text(each, "Prefix")) for each in root.iterfind(f"{self._space}CommonPrefixes")]
         if not all(key.startswith(prefix) for key in (*[each.key for each in self.found], *below)):
             raise ValueError(prefix)
         self.prefixes = [each.removesuffix("/") for each in below]
@@ -108,13 +109,11 @@ class _Page:
         self.after = "" if is_last else self._text(root, "NextContinuationToken")
 
     def _found(self, element: ET.Element) -> Found:
-        changed = _FRACTION.sub("", self._text(element, "LastModified")).replace("Z", "+00:00")
-        size = int(self._text(element, "Size"))
-        etag = element.findtext(f"{self._space}ETag", "")
-        return Found(self._key(element, "Key"), size, datetime.fromisoformat(changed).timestamp(), etag)
-
-    def _key(self, element: ET.Element, name: str) -> str:
-        return self._unquoted(self._text(element, name))
+        key, size, changed, etag = map(element.findtext, self._names)
+        if not (key and size and changed):
+            raise ValueError(key)
+        time_s = datetime.fromisoformat(_FRACTION.sub("", changed).replace("Z", "+00:00")).timestamp()
+        return Found(self._unquoted(key), int(size), time_s, etag or "")
 
     def _text(self, element: ET.Element, name: str) -> str:
         text = element.findtext(f"{self._space}{name}")
