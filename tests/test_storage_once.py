@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import botocore
 import pytest
 from counting_proxy import CountingProxy, Fault
 from s3_medium import S3Medium
@@ -11,6 +13,7 @@ from weed import Place, S3Server
 
 from rr_dataset.errors import StorageError
 from rr_dataset.storage import Storage, open_storage, remote
+from rr_dataset.storage.once import OnceSession
 
 WRITER = "00112233aabbccdd"
 
@@ -56,3 +59,18 @@ def test_each_try_is_one_request(
         with pytest.raises(StorageError):
             call()
         assert len(proxy.requests()) == remote.TRIES
+
+
+def test_certificates_of_the_host_are_trusted_unless_a_file_names_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a store in the house, which obstore trusts."""
+    own = tmp_path / "own.pem"
+    text = (Path(botocore.__file__).parent / "cacert.pem").read_text()
+    begin, end = text.index("-----BEGIN"), text.index("-----END")
+    own.write_text(text[begin : text.index("\n", end) + 1])
+    monkeypatch.setenv("SSL_CERT_FILE", str(own))
+    monkeypatch.delenv("SSL_CERT_DIR", raising=False)
+    for verify, trusted in ((True, 1), (str(own), 0)):
+        context = OnceSession(verify=verify)._get_ssl_context()  # to which aiobotocore adds what it brings, or the file
+        assert len(context.get_ca_certs()) == trusted
