@@ -151,6 +151,19 @@ def test_what_an_error_came_of_tells_no_secret(
 
 
 @pytest.mark.parametrize("client", CLIENTS)
+def test_a_proxy_that_is_down_is_in_the_way(monkeypatch: pytest.MonkeyPatch, client: str) -> None:
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    options = {"key": "k", "secret": "s", "client": client, "endpoint_url": "http://store.invalid"}
+    storage = open_storage("s3://bucket/a", options)
+    for call in (lambda: storage.list(""), lambda: storage.read_bytes("o")):
+        with pytest.raises(StorageError, match="the endpoint cannot be reached"):
+            call()
+
+
+@pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("style", ["path", "virtual"])
 def test_a_password_in_the_endpoint_hinders_nobody(s3: Place, client: str, style: str) -> None:
     """Nor does an address before which no bucket can stand."""
