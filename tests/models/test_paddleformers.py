@@ -278,6 +278,6 @@ def test_a_qwen3_that_keeps_unscaled_weights_keeps_them_and_missing_rows_stay_li
     forced[last][7] = (forced[last][7] + 1) % 32
     with paddle.no_grad(), replay.attach(model):
         replay.push(forced)
-        changed = np.abs(logits_of(model, tokens).numpy() - live).max(axis=-1).ravel() > 0
+        changed = np.abs(logits_of(model, tokens).numpy() - live).max(axis=-1).ravel() > 1e-5  # by rounding 2e-7
     assert changed.nonzero()[0].tolist() == [7]
     assert replay.metrics().replayed == replay.metrics().rows - 1
