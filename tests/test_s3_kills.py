@@ -73,6 +73,8 @@ STEPS = [
     ("worker", "rr_dataset.storage.remote:RemoteStorage.create"),
     ("worker", "rr_dataset.slab:write_state"),
 ]
+# So many calls a worker makes before it says hello: it reads the description, and tries to write and to delete.
+AT_START = {"rr_dataset.storage.remote:RemoteStorage.create": 1, "rr_dataset.storage.remote:RemoteStorage._run": 3}
 
 
 def at_step(
@@ -90,10 +92,14 @@ def at_step(
     mark, told = tmp_path / "fired", Model()
     rr.create_dataset(medium.uri, SPEC, max_clock_skew_s=0.1)
     env = with_fault(role, step, when, nth, mark, both=both)
+    starts = nth <= AT_START.get(step, 0)
     with Engine(CODE_S3, medium.uri, place, env=env) as engine:
         listen(engine, told)
         assert mark.exists(), "it came to that step"
-        assert told.closed == (role == "worker" and not both)
+        assert told.closed == (role == "worker" and not both and not starts)
+        assert bool(told.workers) != starts
+        if starts and not both:
+            assert "WorkerError: the worker ended before it said hello" in engine.end()[1]
         end(medium, engine, told, place, tmp_path, both=both, by_writer=by_writer)
 
 
@@ -108,7 +114,7 @@ def test_killed_at_a_step(medium: S3Medium, place: Path, tmp_path: Path, role: s
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("nth", [1, 3, 7])
-@pytest.mark.parametrize(("role", "step"), [*STEPS, ("worker", "rr_dataset.storage.remote:RemoteStorage._once")])
+@pytest.mark.parametrize(("role", "step"), [*STEPS, ("worker", "rr_dataset.storage.remote:RemoteStorage._run")])
 def test_killed_before_and_after_each_step(
     medium: S3Medium, place: Path, tmp_path: Path, role: str, step: str, nth: int, when: str, both: bool
 ) -> None:
