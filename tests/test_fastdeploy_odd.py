@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,91 @@ def test_an_overlapped_schedule_must_say_how_much_it_fed(
     cache.on_request_finished(engine_id("a:0:0:0"), [0, 1], 8)
     assert head(writer, tmp_path, "a:0:0:0").reason == "no routing was captured"
     worker.close()
+
+
+def step(manager: fd.RoutingReplayManager, starts: np.ndarray, counts: np.ndarray, given: np.ndarray) -> None:
+    """One step of the tree whose manager lives in the worker."""
+    positions = manager.get_token_positions(starts, counts)
+    for at, layer in enumerate(SPEC.moe_layers):
+        fd.save_routing_to_buffer(manager, given[:, at], np.zeros(len(given)), None, None, layer - 1, 1, 1, None)
+    manager.update_host_cache(positions, manager.compute_slot_mapping(positions))
+
+
+@pytest.fixture
+def drafting(config: Any) -> Any:
+    config.speculative_config = SimpleNamespace(method="mtp", num_speculative_tokens=2)
+    return config
+
+
+def test_rejected_drafts_of_a_preempted_request_are_never_its_rows(
+    drafting: Any, writer: rr.RoutingWriter, tmp_path: Path
+) -> None:
+    manager = fd.RoutingReplayManager(drafting, np.full((BATCH, LONGEST // BLOCK), -1, np.int32), 40, writer)
+    manager.block_table[0, :3] = 5, 6, 7
+    name, first, again = engine_id("a:0:0:0"), rows(0, 7), rows(1, 9)
+    manager.register_request(0, name)
+    step(manager, lengths(0), lengths(4), first[:4])
+    step(manager, lengths(4), lengths(3), first[4:])  # the token sampled, and two drafts that are rejected
+    manager.clear_request(0)
+    manager.register_request(0, name)
+    step(manager, lengths(0), lengths(9), again)
+    manager.put_finished_batch([1], lengths(9))
+    assert (head(writer, tmp_path, "a:0:0:0").missing, manager.faults.counts) == ((), {})
+    record = rr.open_dataset(tmp_path / "ds").get("a:0:0:0")
+    assert (record.to_numpy("TLK") == np.concatenate([first[:5], again[5:]])).all()
+    manager.close()
+
+
+def test_a_rejected_draft_is_never_the_row_of_a_last_token_that_was_not_fed(
+    drafting: Any, writer: rr.RoutingWriter, tmp_path: Path
+) -> None:
+    """At the maximum length the last token is counted, and lies where a draft was fed and rejected."""
+    worker, cache = fd.RoutedExpertsCapturer(drafting, 40), fd.RoutingCacheManager(drafting, 40, writer)
+    cache.recycle([0, 1, 2])
+    given = rows(0, 10)
+    feed(worker, given, np.arange(10))
+    cache.on_request_finished(engine_id("a:0:0:0"), [0, 1, 2], 9)
+    assert head(writer, tmp_path, "a:0:0:0").missing == ((8, 9),)
+    assert (rr.open_dataset(tmp_path / "ds").get("a:0:0:0").to_numpy("TLK")[:8] == given[:8]).all()
+    cache.on_request_aborted(engine_id("a:1:0:0"), [0, 1, 2], 9)
+    assert head(writer, tmp_path, "a:1:0:0").num_tokens == 8
+    cache.writer = None  # as where the routing goes into the response
+    found = cache.on_request_finished(engine_id("a:2:0:0"), [0, 1, 2], 9)
+    assert found is not None
+    assert (found[:8] == given[:8]).all()
+    assert (found[8] == 255).all()
+    worker.close()
+    cache.close()
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        ("cache_config", "enable_hierarchical_cache", True),
+        ("cache_config", "kvcache_storage_backend", "mooncake"),
+        ("scheduler_config", "splitwise_role", "decode"),
+        (None, "", None),
+    ],
+)
+def test_content_that_came_from_elsewhere_has_no_rows_of_the_block_s_last_owner(
+    config: Any, writer: rr.RoutingWriter, tmp_path: Path, part: str | None, key: str, value: Any
+) -> None:
+    if part is not None:
+        setattr(getattr(config, part), key, value)
+    manager = fd.RoutingReplayManager(config, np.full((BATCH, LONGEST // BLOCK), -1, np.int32), 40, writer)
+    manager.block_table[0, :2] = manager.block_table[1, :2] = 5, 6
+    given = rows(0, 8)
+    manager.register_request(0, engine_id("a:0:0:0"))
+    step(manager, lengths(0), lengths(8), given)
+    manager.put_finished_batch([1], lengths(8))
+    manager.block_table[0] = -1
+    manager.register_request(1, engine_id("a:1:0:0"))
+    step(manager, lengths(0, 4), lengths(0, 2), rows(1, 2))  # block 5 came with its content
+    manager.put_finished_batch([0, 1], lengths(0, 6))
+    assert head(writer, tmp_path, "a:0:0:0").missing == ()
+    assert head(writer, tmp_path, "a:1:0:0").missing == (((0, 4),) if part else ())
+    assert manager.faults.counts == {}
+    manager.close()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,9 @@ class BlockWatcher:
 
     A block that a request is given with its content, a prefix hit, is never fed by it and keeps its rows. Where the last block
     of a hit is fed again (a prompt that was cached whole), that block is recycled, and its earlier rows are missing.
-    Not thread-safe.
+
+    Content that came in another way, swapped in from the host or sent by another engine, looks like a hit too, and its block
+    still has the rows of whoever had it before: recycle it yourself, or gather from `fed_blocks` alone. Not thread-safe.
     """
 
     def __init__(self, table: SlotTable, max_requests: int, max_blocks: int) -> None:
@@ -27,6 +29,10 @@ class BlockWatcher:
     def forget(self, batch_ids: Any) -> None:
         """These rows of the block table have new requests, or none: call it when a request is registered, preempted or done."""
         self._fed[batch_ids] = -1
+
+    def fed_blocks(self, batch_id: int) -> npt.NDArray[np.int64]:
+        """The blocks of a request that it has fed itself, by their place in its block table; -1 elsewhere."""
+        return np.array(self._fed[batch_id])
 
     def slots(
         self, block_tables: npt.NDArray[Any], batch_ids: npt.NDArray[Any], positions: npt.NDArray[Any]

@@ -12,10 +12,11 @@ from rr_dataset.capture.capturer import StepCapturer
 from rr_dataset.capture.fastdeploy.config import DATASET, open_writer
 from rr_dataset.capture.fastdeploy.ids import record_id_of
 from rr_dataset.capture.fastdeploy.shared import marked, open_table, table_name, wire_dtype
-from rr_dataset.capture.fastdeploy.worker import FOREIGN, gathered, max_step_tokens
+from rr_dataset.capture.fastdeploy.worker import FOREIGN, gathered, max_drafts, max_step_tokens
 from rr_dataset.capture.faults import Faults
 from rr_dataset.capture.manager import RoutingCapture
 from rr_dataset.capture.slots import Blocks, SlotTable
+from rr_dataset.contracts.arrays import minus_one
 from rr_dataset.errors import InvalidInputError
 from rr_dataset.record import RoutingSpec
 from rr_dataset.writer import RoutingWriter
@@ -131,6 +132,7 @@ class RoutingCacheManager:
         self.counts: Counter[str] = Counter()
         self._capture = RoutingCapture(self.writer, self.table)
         self._told_of_blocks = False
+        self._unsure = min(max_drafts(fd_config), 1)
         self._ended: dict[str, None] = {}  # requests by the engine's id, oldest first
 
     def recycle(self, block_ids: Blocks) -> None:
@@ -145,14 +147,16 @@ class RoutingCacheManager:
     def on_request_finished(self, request_id: str, block_table: Blocks, seq_len: int) -> npt.NDArray[Any] | None:
         """One request ends: one record, or a drop row. Call it before its blocks are given away.
 
-        seq_len: prompt and answer, less 1 if the last token is EOS; a last token that was never fed is missing. Where the config
-            stores into no dataset, the routing is returned instead.
+        seq_len: prompt and answer, less 1 if the last token is EOS; a last token that was never fed is missing. With speculative
+            decoding a rejected draft may have been fed in its place, so there the last token's row is always missing. Where
+            the config stores into no dataset, the routing is returned instead.
         """
+        attempt = self._capture.faults.attempt
         if self.writer is None:
-            return self._capture.faults.attempt("finish", self.gather_routing_for_request, block_table, seq_len)
+            return attempt("finish", self._gather_ended, block_table, seq_len)
         record_id = self._begin_end(request_id)
         if record_id is not None and self._told_of_blocks:
-            self._capture.finish(record_id, block_table, seq_len)
+            self._capture.finish(record_id, block_table, attempt("finish", self._sure, seq_len), num_tokens=seq_len)
         elif record_id is not None:
             self._capture.abort(record_id, reason=NO_ALLOCATOR)
         return None
@@ -161,7 +165,17 @@ class RoutingCacheManager:
         """One request is given up: what was fed becomes a record of status "aborted"; without blocks, a drop row."""
         record_id = self._begin_end(request_id)
         if record_id is not None:
-            self._capture.abort(record_id, block_table, seq_len if self._told_of_blocks else 0)
+            fed = self._capture.faults.attempt("abort", self._sure, seq_len) if self._told_of_blocks else None
+            self._capture.abort(record_id, block_table, fed or 0)
+
+    def _sure(self, seq_len: int) -> int:
+        """How many of a request's tokens were fed, beyond doubt."""
+        return max(seq_len - self._unsure, 0)
+
+    def _gather_ended(self, block_table: Blocks, seq_len: int) -> npt.NDArray[Any]:
+        rows = self.gather_routing_for_request(block_table, seq_len)
+        rows[self._sure(seq_len) :] = minus_one(rows.dtype)
+        return rows
 
     def _begin_end(self, request_id: str) -> str | None:
         """The record's id; None for a foreign request, and for one that has ended before: the record that it has stays."""

@@ -31,6 +31,9 @@ Positions = list[npt.NDArray[np.int64]]
 class RoutingReplayManager:
     """The hooks of a worker. On tensor-parallel ranks but the first every call returns at once.
 
+    Where blocks may be given content that this worker did not compute (a cache on the host or in a store, a prefill engine),
+    nothing tells such a block from a prefix hit here: then rows of blocks that a request has not fed itself are missing.
+
     A caller's fault never raises into serving: it is logged and counted in `capture.stats()`.
     """
 
@@ -47,6 +50,9 @@ class RoutingReplayManager:
         self.counts: Counter[str] = Counter()
         self.routing_batch_to_request: dict[int, str] = {}  # the record's id, "" of a foreign request
         self._fed = np.zeros(self.max_num_seqs, np.int64)
+        self._unsure = np.zeros(self.max_num_seqs, np.int64)  # of these, at the end: drafts that may have been rejected
+        self._drafts = max_drafts(fd_config)
+        self._hits_are_sure = not _content_from_elsewhere(fd_config)
         self._none = np.empty(0, np.int64)
         self._slots: npt.NDArray[np.int64] = self._none
         self._own = writer is None
@@ -106,15 +112,19 @@ class RoutingReplayManager:
             self.counts[FOREIGN] += 1
 
     def clear_request(self, batch_id: int) -> None:
-        """A request was preempted: what the model chose for it so far is stored, and it goes on when it is registered again."""
+        """A request was preempted: what the model chose for it so far is stored, and it goes on when it is registered again.
+
+        With speculative decoding that is without the last step's drafts, since nothing says here which of them were accepted.
+        """
         self.faults.attempt("clear_request", self._clear_request, batch_id)
 
     def _clear_request(self, batch_id: int) -> None:
         self._check_row(batch_id)
         record_id = self.routing_batch_to_request.pop(batch_id, "")
         if self.capture is not None and record_id:
-            blocks = self.faults.attempt("clear_request", lambda: self._blocks()[batch_id])
-            self.capture.preempt(record_id, () if blocks is None else blocks, int(self._fed[batch_id]))
+            blocks = self.faults.attempt("clear_request", lambda: self._own_blocks(batch_id, self._blocks()))
+            sure = int(self._fed[batch_id] - self._unsure[batch_id])
+            self.capture.preempt(record_id, () if blocks is None else blocks, sure)
         self._forget(batch_id)
 
     def _check_row(self, batch_id: int) -> None:
@@ -126,7 +136,7 @@ class RoutingReplayManager:
         self.routing_batch_to_request = {}
         if self.capture is not None:
             self._watcher.forget(slice(None))
-            self._fed[:] = 0
+            self._fed[:] = self._unsure[:] = 0
             self.capture.reset()
 
     def update_suspend_routing_replay(self) -> None:
@@ -162,6 +172,7 @@ class RoutingReplayManager:
             self._slots = self._slots if found is None else found
             fed = starts + counts
             self._fed[: len(fed)][counts > 0] = fed[counts > 0]
+            self._unsure[: len(fed)][counts > 0] = np.minimum(counts[counts > 0] - 1, self._drafts)
         return positions
 
     def compute_slot_mapping(self, positions: Positions) -> Positions:
@@ -220,7 +231,8 @@ class RoutingReplayManager:
         record_id = self.routing_batch_to_request.pop(batch_id, None)
         if record_id is None:
             raise InvalidInputError(f"row {batch_id} of the batch ended, which no request was registered in")
-        fed = int(self._fed[batch_id])
+        fed, unsure = int(self._fed[batch_id]), int(self._unsure[batch_id])
+        own = self._own_blocks(batch_id, blocks)
         self._forget(batch_id)
         if not record_id:
             return None
@@ -229,8 +241,9 @@ class RoutingReplayManager:
             self.faults.tell(
                 "put_finished_batch", InvalidInputError(f"row {batch_id} of the batch ended, and has no length")
             )
-        length = (int(lengths[batch_id]) if told else 0) or fed
-        own = np.array(blocks[batch_id]) if blocks is not None and batch_id < len(blocks) else self._none
+        length = int(lengths[batch_id]) if told else 0
+        if not length:
+            length, fed = fed, fed - unsure
         return Finished(record_id, own, min(fed, length), num_tokens=length)
 
     def close(self) -> None:
@@ -245,10 +258,19 @@ class RoutingReplayManager:
         table = self.block_table
         return np.asarray(table if isinstance(table, np.ndarray) else table.numpy())
 
+    def _own_blocks(self, batch_id: int, blocks: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+        """The blocks of a row of the batch whose rows are its request's, by their place in its block table."""
+        if blocks is None or batch_id >= len(blocks):
+            return self._none
+        if self._hits_are_sure:
+            return np.array(blocks[batch_id])
+        fed = self._watcher.fed_blocks(batch_id)[: len(blocks[batch_id])]
+        return np.where(fed == blocks[batch_id], fed, -1)
+
     def _forget(self, batch_id: int) -> None:
         if self.capture is not None:
             self._watcher.forget(batch_id)
-            self._fed[batch_id] = 0
+            self._fed[batch_id] = self._unsure[batch_id] = 0
 
 
 def initialize_routing_replay_manager(
@@ -283,6 +305,18 @@ def max_step_tokens(fd_config: Any) -> int:
     """The most tokens that one step feeds."""
     most = getattr(fd_config, "get_max_chunk_tokens", None)
     return int(fd_config.scheduler_config.max_num_batched_tokens if most is None else most())
+
+
+def _content_from_elsewhere(fd_config: Any) -> bool:
+    cache, role = fd_config.cache_config, getattr(fd_config.scheduler_config, "splitwise_role", "mixed")
+    stores = (getattr(cache, name, None) for name in ("enable_hierarchical_cache", "kvcache_storage_backend"))
+    return role == "decode" or any(stores)
+
+
+def max_drafts(fd_config: Any) -> int:
+    """The most tokens that a step of one request feeds beyond what is certain; 0 without speculative decoding."""
+    speculative: Any = getattr(fd_config, "speculative_config", None)
+    return 0 if getattr(speculative, "method", None) is None else int(speculative.num_speculative_tokens)
 
 
 def gathered(topk_ids: Any, tp_size: int, ep_size: int, tp_group: Any) -> Any:
