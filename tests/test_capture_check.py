@@ -196,3 +196,26 @@ def test_a_later_part_whose_blocks_all_go_while_rows_are_copied_ends_the_record(
     record = rr.open_dataset(root).get("p:0:0:0")
     assert (record.status, record.missing, record.num_tokens) == ("complete", ((4, 6),), 6)
     assert (record.to_numpy("TLK")[:4] == rows(0, 6)[:4]).all()
+
+
+def test_saves_store_each_row_once_though_the_first_are_missing(
+    capture: RoutingCapture, writer: rr.RoutingWriter, root: Path
+) -> None:
+    given, blocks = rows(0, 12), [2, 3, 4]
+    capture.register("p:0:0:0")
+    feed(capture, blocks, 2, given[2:4])  # the first two came with a cache that nobody captured
+    capture.save("p:0:0:0", blocks, 4)
+    for fed in range(5, 12):
+        feed(capture, blocks, fed - 1, given[fed - 1 : fed])
+        capture.save("p:0:0:0", blocks, fed)
+    writer.flush()
+    (head,) = rr.open_dataset(root).heads(["p:0:0:0"])
+    assert (head.status, head.missing) == ("partial", ((0, 2),))
+    assert [(row.token_start, row.token_stop) for row in head.rows] == [(0, 4), *((at, at + 1) for at in range(4, 11))]
+    feed(capture, blocks, 0, given[:2])
+    feed(capture, blocks, 11, given[11:])
+    capture.finish("p:0:0:0", blocks, 12)
+    writer.flush()
+    record = rr.open_dataset(root).get("p:0:0:0")
+    assert (record.status, record.missing) == ("complete", ())
+    assert (record.to_numpy("TLK") == given).all()

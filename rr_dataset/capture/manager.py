@@ -60,6 +60,7 @@ class _Request:
     tags: dict[str, str]
     captured: bool
     saved: int = 0  # positions before it are in parts that were stored
+    looked: int = 0  # positions before it are, or were missing
     reached: int = 0  # where the furthest of them ends
     parts: int = 0
     preemptions: int = 0
@@ -173,7 +174,7 @@ class RoutingCapture:
     def abort(
         self, request_id: str, blocks: Blocks = (), num_fed: int = 0, token_ids: Any = None, reason: str = "aborted"
     ) -> Receipt | None:
-        """A request is given up. What was fed so far becomes a record of status "aborted"; without any, a drop row."""
+        """A request is given up. What was fed so far becomes a record of status "aborted"; without any, a drop row with the reason."""
         return self.faults.attempt("abort", self._abort, request_id, blocks, num_fed, token_ids, reason)
 
     def preempt(self, request_id: str, blocks: Blocks = (), num_fed: int = 0, token_ids: Any = None) -> None:
@@ -185,7 +186,11 @@ class RoutingCapture:
         self.faults.attempt("preempt", self._preempt, request_id, blocks, num_fed, token_ids)
 
     def save(self, request_id: str, blocks: Blocks, num_fed: int, token_ids: Any = None) -> Receipt | None:
-        """Store what a request has been fed beyond the last save, as a part; readers see it as partial until it ends."""
+        """Store what a request has been fed beyond the last save, as a part; readers see it as partial until it ends.
+
+        What was missing then is looked for again where it ends or is preempted, not by the next save, which would store all
+        that follows once more.
+        """
         return self.faults.attempt("save", self._save, request_id, blocks, num_fed, token_ids)
 
     # ---- all at once
@@ -268,7 +273,7 @@ class RoutingCapture:
             self._counts["opted_out"] += 1
             return None
         try:
-            return self._store(end, request, self._status(end))
+            return self._store(end, request, self._status(end), request.saved)
         except Exception as error:  # noqa: BLE001 - whatever a hook was given, the engine goes on
             receipt = self._drop(end.request_id, request, f"fault of the engine's hook: {type(error).__name__}")
             self.faults.tell("finish", error)
@@ -287,14 +292,19 @@ class RoutingCapture:
         request.preemptions += 1
         request.tags[PREEMPTIONS] = str(request.preemptions)
         if num_fed:
-            self.save(request_id, blocks, num_fed, token_ids)
+            self.faults.attempt("save", self._save, request_id, blocks, num_fed, token_ids, request.saved)
 
-    def _save(self, request_id: str, blocks: Blocks, num_fed: int, token_ids: Any) -> Receipt | None:
+    def _save(
+        self, request_id: str, blocks: Blocks, num_fed: int, token_ids: Any, start: int | None = None
+    ) -> Receipt | None:
         request = self._requests.get(request_id)
-        if self._writer is None or request is None or not request.captured or num_fed <= request.saved:
+        if self._writer is None or request is None or not request.captured:
+            return None
+        start = request.looked if start is None else start
+        if num_fed <= start:
             return None
         self.flush()
-        return self._store(Finished(request_id, blocks, num_fed, token_ids=token_ids), request, "partial")
+        return self._store(Finished(request_id, blocks, num_fed, token_ids=token_ids), request, "partial", start)
 
     def _status(self, end: Finished) -> str:
         """FastDeploy calls some ends as no contract does."""
@@ -308,8 +318,8 @@ class RoutingCapture:
             )
         return "complete" if status is None else status
 
-    def _store(self, end: Finished, request: _Request, status: str) -> Receipt | None:
-        """Gather the positions that are not yet saved into the spool."""
+    def _store(self, end: Finished, request: _Request, status: str, start: int) -> Receipt | None:
+        """Gather the positions from `start` on into the spool."""
         assert self._writer is not None  # noqa: S101 - the callers have looked
         fed = end.num_fed
         if fed is None:
@@ -324,7 +334,7 @@ class RoutingCapture:
             total, token_ids, logprobs = request.reached, None, None  # which the parts before have
         if not total:
             return self._drop(end.request_id, request, "nothing was fed")
-        start = min(request.saved, total)
+        start = min(start, total)
         present = max(min(fed, len(end.blocks) * self._table.block_size), start)  # beyond its blocks nothing is known
         unfed = ((present, total),) if present < total else ()
         seen = self._table.look(end.blocks, start, present)
@@ -355,7 +365,9 @@ class RoutingCapture:
         self._counts["parts" if status == "partial" else "records"] += 1
         request.parts += 1
         request.reached = total
-        request.saved = missing[0][0] if missing else present
+        if start <= request.saved:
+            request.saved = missing[0][0] if missing else present
+        request.looked = max(request.looked, present)
         return record.receipt
 
     def _copy(self, seen: Seen, record: ReservedRecord, unfed: tuple[Range, ...], *, first: bool) -> tuple[Range, ...]:
