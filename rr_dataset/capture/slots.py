@@ -46,7 +46,7 @@ _VERSION = 0
 _HEADER = struct.Struct("<8sIIQQQQ")
 _EPOCH_AT = 64  # uint32: how often the weights were changed
 _VERSIONS_AT = mmap.PAGESIZE
-_VERSIONS = 256  # that rows can still name; older ones read as unknown
+_VERSIONS = 256  # that there is room for; rows can name all but the oldest, whose room the next one takes
 _VERSION_BYTES = 128  # each with its length in the first byte
 _EPOCH = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
@@ -221,10 +221,13 @@ class SlotTable:
     def move(self, blocks: Blocks, target: SlotTable, target_blocks: Blocks) -> None:
         """Copy blocks to those of another table (or this one), which are recycled first: a swap out or in.
 
-        What is valid here is valid there, row by row. Rows of a step in flight are not: flush first.
+        What is valid here is valid there, row by row. Rows of a step in flight are not: flush first. Weight versions come along
+        into a table in which nobody has set any, and back; of others, those that both tables call alike.
         """
-        if target.block_size != self.block_size or target.rows.shape[1:] != self.rows.shape[1:]:
+        if (target.block_size, target.rows.shape[1:]) != (self.block_size, self.rows.shape[1:]):
             raise InvalidInputError(f"{target.path} has another shape than {self.path}")
+        if target.dtype != self.dtype:
+            raise InvalidInputError(f"{target.path} has rows of {target.dtype}, {self.path} of {self.dtype}")
         chosen, places = self._checked(blocks), target._checked(target_blocks)
         if len(chosen) != len(places):
             raise InvalidInputError(f"{len(chosen)} blocks cannot move to {len(places)}")
@@ -233,7 +236,11 @@ class SlotTable:
         target.recycle(places)
         target._block_items[places] = content
         generations = target._generations[places].astype(np.uint64) << _SHIFT
-        target._block_marks[places] = np.where(marks != 0, generations[:, None] | (marks & _EPOCH), np.uint64(0))
+        epochs = marks & _EPOCH
+        if self.epoch and target.epoch:
+            foreign = [each for each in np.unique(epochs) if self._version(int(each)) != target._version(int(each))]
+            epochs[np.isin(epochs, foreign)] = 0
+        target._block_marks[places] = np.where(marks != 0, generations[:, None] | epochs, np.uint64(0))
 
     def set_weight_version(self, version: str | int) -> None:
         """What made the rows of steps that are launched from now on. Raises InvalidInputError for more than 127 bytes of UTF-8."""
@@ -372,7 +379,7 @@ class SlotTable:
         return tuple(spans)
 
     def _version(self, epoch: int) -> str:
-        if not 0 < epoch > int(self._epoch[0]) - _VERSIONS:
+        if not 0 < epoch > int(self._epoch[0]) + 1 - _VERSIONS:
             return ""
         at = _VERSIONS_AT + epoch % _VERSIONS * _VERSION_BYTES
         return self._head[at + 1 : at + 1 + int(self._head[at])].tobytes().decode()
