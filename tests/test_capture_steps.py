@@ -13,7 +13,7 @@ import pytest
 
 import rr_dataset as rr
 from rr_dataset.capture import BlockWatcher, SlotTable, StepCapturer
-from rr_dataset.capture.tensors import framework_of
+from rr_dataset.capture.tensors import framework_of, make_buffer
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError
 from tests.slot_rows import BLOCK, BLOCKS, rows, slots, write
 
@@ -200,6 +200,23 @@ def test_a_layer_in_several_goes(capturer: StepCapturer, table: SlotTable) -> No
     assert (table.gather([1, 2], 0, 6).rows == given).all()
 
 
+def test_goes_that_run_side_by_side_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of two halves of a batch, on two streams."""
+    torch = pytest.importorskip("torch")
+    buffer = make_buffer(torch.zeros(1), (8, 1, 2), "uint8", 200)
+    clamp, used = torch.clamp, []
+
+    def seen(*args: Any, out: Any) -> Any:
+        used.append((out.data_ptr(), out.data_ptr() + out.nbytes))
+        return clamp(*args, out=out)
+
+    monkeypatch.setattr(torch, "clamp", seen)
+    buffer.write(0, 0, torch.ones(4, 2, dtype=torch.int64))
+    buffer.write(4, 0, torch.ones(4, 2, dtype=torch.int64))
+    (first, last), (begin, _) = used
+    assert first < last <= begin
+
+
 def test_data_parallel_ranks_have_tables_of_their_own(tmp_path: Path) -> None:
     tables = [SlotTable.create(f"engine.dp{rank}", BLOCKS, BLOCK, 3, 2, directory=tmp_path) for rank in range(2)]
     for rank, table in enumerate(tables):
@@ -348,6 +365,17 @@ def test_a_refused_step_leaves_no_older_rows(capturer: StepCapturer, table: Slot
         capturer.prepare(refused)
     capturer.flush()
     assert table.gather([0, 1], 0, 8).missing == ((4, 6),)
+
+
+def test_a_refused_step_forgets_only_the_slots_that_count(capturer: StepCapturer, table: SlotTable) -> None:
+    """What lies behind `num_tokens` in an engine's buffer is another step's."""
+    record(capturer, rows(0, 8))
+    capturer.prepare(slots([0, 1], 0, 8))
+    record(capturer, rows(1, 2))
+    with pytest.raises(InvalidRoutingError):
+        capturer.prepare([5, 99, 1, 2], num_tokens=2)
+    capturer.flush()
+    assert table.gather([0, 1], 0, 8).missing == ((5, 6),)
 
 
 def test_slots_of_a_device_out_of_range_leave_no_older_rows(

@@ -143,14 +143,15 @@ class StepCapturer:
         recorded = self._recorded
         fewest = min(recorded) if any(recorded) else self.max_tokens if self._buffer is not None else 0
         errors = self._write_all_but(IN_FLIGHT - 1)
-        tokens = 0
+        tokens, counted = 0, slots
         try:
             tokens = len(slots) if num_tokens is None else max(min(num_tokens, len(slots)), 0)
+            counted = slots[:tokens]
             written = self._buffer is not None and not self.suspended
             kept = min(tokens, self.max_tokens) if written else 0
-            self._launch(self.table, slots[:tokens], positions, kept, told=fewest < tokens)
+            self._launch(self.table, counted, positions, kept, told=fewest < tokens)
         except Exception:
-            self.forget(slots)
+            self.forget(counted)
             raise
         finally:
             self._clear(tokens)

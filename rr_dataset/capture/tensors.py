@@ -157,7 +157,7 @@ class _TorchBuffer:
             return
         if str(ids.dtype).startswith("torch.u"):  # few computations take those
             ids = ids.to(self._torch.int64)
-        clamped = self._clamped[ids.dtype][: len(ids)]
+        clamped = self._clamped[ids.dtype][start : start + len(ids)]  # its own: goes of one step may run side by side
         rows.copy_(self._torch.clamp(ids, -1, self._experts, out=clamped), non_blocking=True)
 
     def send(self, tokens: int, turn: int) -> Arrival:
