@@ -6,6 +6,7 @@ import base64
 import copy
 import json
 import pickle
+import re
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -293,3 +294,38 @@ def paths(value: Any, parent: tuple[Any, ...] = ()) -> Any:
     for key in keys:
         yield parent, key
         yield from paths(value[key], (*parent, key))
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_what_a_caller_knows_is_used_or_refused(contract: str) -> None:
+    """Rows from position 5 that are put down at 0 would train, and train wrongly."""
+    run = make_run(SPEC, 5, [1, 2], [3, 4, 5, 6], np.random.default_rng(0))
+    responses: dict[str, Any] = {
+        "fastdeploy": wire.fastdeploy(run, "uint8"),
+        "fastdeploy-store": run.moe.transpose(1, 0, 2),
+        "vllm-0.21": wire.vllm_split(run),
+        "vllm": wire.vllm(run),
+        "sglang": wire.sglang(run),
+        "verl": wire.verl([run], 0, 0),
+        "slime": wire.slime(run),
+        "miles": wire.slime(run),
+        "prime-rl": wire.prime_rl(run),
+        "nemo-rl": wire.nemo_rl(run),
+        "megatron": wire.megatron(run),
+    }
+    response = responses[contract]
+    assert decode(contract, response, SPEC, token_start=0)[0].put is not None
+    try:
+        (decoded,) = decode(contract, response, SPEC, token_start=1)
+    except rr.InvalidInputError as error:
+        assert re.search("begins with the first token|expected .* rows|rows: expected", str(error))
+    else:
+        assert decoded.put is not None
+        assert decoded.put["token_start"] == 1
+    try:
+        (decoded,) = decode(contract, response, SPEC, prompt_token_ids=[8, 9])
+    except rr.InvalidInputError as error:
+        assert "whose token ids are in the response" in str(error)
+    else:
+        assert decoded.put is not None
+        assert decoded.put["token_ids"][:2].tolist() == [8, 9]

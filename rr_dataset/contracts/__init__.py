@@ -49,6 +49,9 @@ CONTRACTS: Mapping[str, Callable[[Any, RoutingSpec, Facts], Iterator[Decoded]]] 
     }
 )
 
+_FROM_A_START = frozenset(("vllm", "sglang", "prime-rl", "megatron"))  # the others' arrays begin with the first token
+_WITHOUT_THE_PROMPT = frozenset(("fastdeploy", "vllm-0.21", "vllm", "sglang", "prime-rl", "nemo-rl"))
+
 
 def decode(
     contract: str,
@@ -66,7 +69,8 @@ def decode(
 
     response: parsed JSON, or the engine's own object; its attributes and keys are looked up by name, so no engine is imported.
     num_hidden_layers: of the model, where it has dense layers after the last MoE layer; else that one is taken for the last.
-    token_start, prompt_token_ids, weight_version: what a response may leave out; they stand before what it says.
+    token_start, prompt_token_ids, weight_version: what a response may leave out; they stand before what it says. Where a contract
+        always begins with the first token, or has all token ids itself, it is an error to say otherwise.
     thorough: also look for an expert that a token names twice; else only its first two are compared, which finds fillers.
     keep_errors: a sample that does not fit is a `Decoded` with the error, and the others come too; else it is raised.
 
@@ -74,10 +78,14 @@ def decode(
 
     Arrays are views of the response's memory where they can be. Expert ids that are out of range are found by `put`.
 
-    Raises InvalidInputError for an unknown contract, and InvalidRoutingError, which says what was expected and what came.
+    Raises InvalidInputError for an unknown contract or what it cannot take, and InvalidRoutingError, which says what was expected and what came.
     """
     if contract not in CONTRACTS:
         raise InvalidInputError(f"contract={contract!r}: expected one of {', '.join(CONTRACTS)}")
+    if token_start and contract not in _FROM_A_START:
+        raise InvalidInputError(f"token_start={token_start!r}: an array of {contract} begins with the first token")
+    if prompt_token_ids is not None and contract not in _WITHOUT_THE_PROMPT:
+        raise InvalidInputError(f"prompt_token_ids with {contract}, whose token ids are in the response")
     facts = Facts(num_hidden_layers, token_start, prompt_token_ids, weight_version, thorough)
     try:
         decoded = apart(contract, list(CONTRACTS[contract](response, spec, facts)))

@@ -145,14 +145,13 @@ def prime_rl(response: Any, spec: RoutingSpec, facts: Facts) -> Iterator[Decoded
             return Decoded(place, None, f"{name}: the response has no routing")
         if not isinstance(payload, Mapping):
             raise refusal(name, "routed_experts", "data, shape, start and dtype", f"a {type(payload).__name__}")
-        prompt_ids = field(sample, "prompt_ids", "prompt_token_ids")
+        prompt_ids = facts.prompt_token_ids
         if prompt_ids is None:
-            prompt_ids = (
-                field(response, "prompt_token_ids") if facts.prompt_token_ids is None else facts.prompt_token_ids
-            )
+            own = field(sample, "prompt_ids", "prompt_token_ids")
+            prompt_ids = field(response, "prompt_token_ids") if own is None else own
         output_ids = field(sample, "completion_ids", "token_ids")
         tokens = _tokens(name, prompt_ids, output_ids, field(sample, "completion_logprobs"))
-        start = count(name, "start", payload.get("start")) or 0
+        start = count(name, "start", payload.get("start") if facts.token_start is None else facts.token_start) or 0
         dtype = named_dtype(name, payload.get("dtype"), _PRIME_DTYPES, "uint8")
         array = from_raw(name, payload.get("data"), dtype, checked_shape(name, payload.get("shape")))
         check_rows(name, array, start, tokens, [0, 1])
@@ -176,9 +175,8 @@ def nemo_rl(response: Any, spec: RoutingSpec, facts: Facts) -> Iterator[Decoded]
         yield Decoded(0, None, f"{name}: the item has no routing")
         return
     item = {} if isinstance(response, str) else response
-    tokens = _tokens(
-        name, field(item, "prompt_token_ids"), field(item, "generation_token_ids"), field(item, "generation_log_probs")
-    )
+    prompt_ids = field(item, "prompt_token_ids") if facts.prompt_token_ids is None else facts.prompt_token_ids
+    tokens = _tokens(name, prompt_ids, field(item, "generation_token_ids"), field(item, "generation_log_probs"))
     array = _nemo_array(name, payload) if isinstance(payload, str) else from_memory(name, payload)
     check_rows(name, array, 0, tokens, [0])
     yield record(name, array, spec, facts, tokens=tokens, fillers=[MINUS_ONE])
