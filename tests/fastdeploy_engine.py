@@ -58,6 +58,7 @@ class Request:
     eos: bool = True
     batch: int = -1
     fed: int = 0
+    rejected: int = 0  # drafts at the end of its last step
     blocks: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -76,6 +77,8 @@ class Request:
 
 class Engine:
     """The scheduler and its allocator; subclasses call the hooks of a tree."""
+
+    drafts = 0  # of a step of a request at most; they may be rejected
 
     def __init__(self, num_blocks: int = 40) -> None:
         self.free = list(range(num_blocks))
@@ -103,7 +106,7 @@ class Engine:
         return block
 
     def _start(self, request: Request, batch: int) -> None:
-        request.batch, request.fed, request.blocks = batch, 0, []
+        request.batch, request.fed, request.blocks, request.rejected = batch, 0, [], 0
         for end in range(BLOCK, len(request.prompt), BLOCK):
             block = self.cached.get(tuple(request.tokens[:end]))
             if block is None:
@@ -151,7 +154,11 @@ class Engine:
                     self._start(waiting.pop(0), batch)
             fed: list[tuple[Request, int]] = []
             for request in [r for r in self.running if r]:
-                count = min(CHUNK, len(request.prompt) - request.fed) if request.fed < len(request.prompt) else 1
+                count, request.rejected = min(CHUNK, len(request.prompt) - request.fed), 0
+                if count <= 0:
+                    drafts = rng.randrange(self.drafts + 1)
+                    accepted = min(rng.randrange(drafts + 1), request.last - request.fed - 1)
+                    count, request.rejected = 1 + drafts, drafts - accepted
                 if rng.random() < abort:
                     self.aborted(request)
                     aborted.append(request)
@@ -167,7 +174,7 @@ class Engine:
             if fed:
                 self.step(fed)
             for request, count in fed:
-                request.fed += count
+                request.fed += count - request.rejected
             done = [request for request, _ in fed if request.fed >= request.last]
             self.ended(done)
             for request in done:
@@ -178,7 +185,10 @@ class Engine:
 def packed(batch: list[tuple[Request, int]]) -> tuple[Any, Any, Any]:
     """Of a step in the order of its batch: rows [tokens, layers, top_k], slots, positions."""
     spans = [(request, position) for request, count in batch for position in range(request.fed, request.fed + count)]
-    rows = np.stack([row(request.tokens[: p + 1]) for request, p in spans])
+    kept = {request.request_id: request.fed + count - request.rejected for request, count in batch}
+    rows = np.stack(
+        [row([*r.tokens[: min(p + 1, kept[r.request_id])], *[-1] * (p >= kept[r.request_id])]) for r, p in spans]
+    )
     slots = np.array([request.blocks[p // BLOCK] * BLOCK + p % BLOCK for request, p in spans])
     return rows, slots, np.array([p for _, p in spans])
 

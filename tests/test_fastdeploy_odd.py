@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import rr_dataset as rr
 from rr_dataset.capture import fastdeploy as fd
 from rr_dataset.capture.fastdeploy import store as store_module
 from tests.engines import options
-from tests.fastdeploy_engine import BATCH, BLOCK, LONGEST, SPEC, engine_id, fd_config
+from tests.fastdeploy_engine import BATCH, BLOCK, LONGEST, SPEC, Engine, Request, TreeA, TreeB, engine_id, fd_config
 
 
 @pytest.fixture
@@ -154,6 +155,41 @@ def test_a_rejected_draft_is_never_the_row_of_a_last_token_that_was_not_fed(
     assert (found[8] == 255).all()
     worker.close()
     cache.close()
+
+
+@pytest.mark.parametrize("kind", [TreeA, TreeB])
+def test_with_drafts_no_row_is_another_token_s(
+    kind: Any, drafting: Any, writer: rr.RoutingWriter, tmp_path: Path
+) -> None:
+    tree: Engine
+    if kind is TreeA:
+        manager = fd.RoutingReplayManager(drafting, np.zeros((BATCH, LONGEST // BLOCK)), 40, writer)
+        tree, used = TreeA(manager), [manager]
+    else:
+        parts = fd.RoutedExpertsCapturer(drafting, 40), fd.RoutingCacheManager(drafting, 40, writer)
+        tree, used = TreeB(*parts), [*parts]
+    tree.drafts = 2
+    rng = random.Random(0)
+    asked = [
+        Request(
+            engine_id(f"a:{i}:0:0"), [i % 5, *range(rng.randrange(1, 20))], rng.randrange(1, 12), eos=rng.random() < 0.5
+        )
+        for i in range(60)
+    ]
+    tree.run(asked, rng, preempt=0.05)
+    writer.flush()
+    dataset = rr.open_dataset(tmp_path / "ds")
+    for i, request in enumerate(asked):
+        record = dataset.get(f"a:{i}:0:0")
+        truth, there = request.expected(), record.present()
+        assert not there[:, request.last :].any(), i
+        there, found = there[:, : request.last], record.routed_experts[:, : request.last]
+        assert (found[there] == truth[:, : there.shape[1]][there]).all(), i
+        unsure = 1 if kind is TreeB else 2 if request.answer == 1 else 0  # nothing tells drafts from a chunk of two
+        assert there[:, : request.last - unsure].all(), i
+        assert record.status == "complete"
+    for each in used:
+        each.close()
 
 
 @pytest.mark.parametrize(

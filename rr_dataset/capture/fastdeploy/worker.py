@@ -172,7 +172,8 @@ class RoutingReplayManager:
             self._slots = self._slots if found is None else found
             fed = starts + counts
             self._fed[: len(fed)][counts > 0] = fed[counts > 0]
-            self._unsure[: len(fed)][counts > 0] = np.minimum(counts[counts > 0] - 1, self._drafts)
+            unsure = np.where(counts <= 1 + self._drafts, counts - 1, 0)  # more are a chunk of a prompt
+            self._unsure[: len(fed)][counts > 0] = unsure[counts > 0]
         return positions
 
     def compute_slot_mapping(self, positions: Positions) -> Positions:
