@@ -95,8 +95,11 @@ class Request:
     launched: int = 0
     batch: int = -1
     truth: dict[int, Known] = field(default_factory=dict)  # what its tokens were fed with, the last time
-    stored: dict[int, Known] = field(default_factory=dict)  # and before it was preempted, where that was stored
+    stored: dict[int, Known] = field(
+        default_factory=dict
+    )  # and before it was saved or preempted, where that was stored
     reached: int = 0
+    looked: int = 0  # positions before it are not saved again
 
 
 @dataclass
@@ -230,6 +233,8 @@ class Engine:
         elif at < 0.30:  # a dummy run
             self.record(np.full((self.random.randrange(1, MAX_TOKENS), SPEC.num_layers, SPEC.top_k), 9))
             self.capturer.skip()
+        elif at < 0.33 and request and request.host is None:
+            self.save(request)
         elif at < 0.60:
             self.flush()
 
@@ -371,18 +376,27 @@ class Engine:
         if request.host is not None:
             return
         if request.fed and self.random.random() < 0.5:
-            self.flush()
             self.capture.preempt(request.name, request.blocks, request.fed, list(request.tokens))
-            for position in range(request.fed):
-                if request.truth[position][0] is not None:
-                    request.stored.setdefault(position, request.truth[position])
-            if request.stored:
-                request.reached = max(request.reached, request.fed)
+            self.saved(request, 0)
         else:
             self.capture.preempt(request.name)
         self.leave(request)
         request.fed = request.launched = 0
         self.waiting.insert(0, request)
+
+    def save(self, request: Request) -> None:
+        self.capture.save(request.name, request.blocks, request.fed, list(request.tokens))
+        self.saved(request, request.looked)
+
+    def saved(self, request: Request, start: int) -> None:
+        """What the request was fed from there on is stored, unless something of it was before."""
+        self.flush()
+        for position in range(start, request.fed):
+            if request.truth[position][0] is not None:
+                request.stored.setdefault(position, request.truth[position])
+        if request.stored:
+            request.reached = max(request.reached, request.fed)
+            request.looked = max(request.looked, request.fed)
 
     def swap_out(self, request: Request) -> None:
         if request.host is not None:
