@@ -68,6 +68,8 @@ def import_records(
         raise typer.BadParameter(
             "only responses have it: say which, --contract", param_hint="--id-field, --hidden-layers"
         )
+    if config is None and keys != Keys.FASTDEPLOY:
+        raise typer.BadParameter("only a dataset that --config creates takes it", param_hint="--keys")
     if config is not None and not is_dataset(uri):
         rr.create_dataset(uri, spec_of(config, None, None, None), keys=scheme_of(keys, None, None))
     with output.progress("import") as progress:

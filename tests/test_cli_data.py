@@ -109,6 +109,13 @@ def test_import_tells_what_it_refused(run: Any, tmp_path: Path) -> None:
     assert run("import", tmp_path / "d", tmp_path / "none")[0] == 1
 
 
+def test_import_takes_no_option_that_it_would_pass_over(run: Any, tmp_path: Path) -> None:
+    for option in (["--keys", "uuid"], ["--hidden-layers", "4"], ["--id-field", "rid"]):
+        code, _, err = run("import", tmp_path / "d", tmp_path / "store", *option)
+        assert code == 2
+        assert option[0] in err
+
+
 def test_export(run: Any, stored: Stored, tmp_path: Path) -> None:
     stored.put("a:0:0:0")
     stored.put("b:0:0:0")
