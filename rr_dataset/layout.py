@@ -32,7 +32,7 @@ TOMBSTONE_DIR = "_rr/tombstones"
 GC_DIR = "_rr/gc"  # notes of `collect_garbage` for its next run
 STAGING_DIR = "_rr/tmp"
 QUARANTINE_DIR = "_rr/quarantine"  # what `verify` took out of the way
-FORMAT_VERSION = 0  # frozen as 1 once deletion, compaction and S3 have used it
+FORMAT_VERSION = 1  # 0 was the same while it could still change
 KEEPS = ("all", "last_turn")
 MARGIN_S = 3600.0  # longer than any single create; a tombstone lives longer than this
 

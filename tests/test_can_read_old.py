@@ -30,7 +30,7 @@ def golden(request: pytest.FixtureRequest) -> Path:
 
 
 def test_there_is_one_of_every_format() -> None:
-    assert {root.parent.name for root in DATASETS} == {"format-0"}
+    assert {root.parent.name for root in DATASETS} == {"format-0", "format-1"}
     assert {root.name.rpartition("-")[2] for root in DATASETS} == {"none", "lz4", "zstd"}
 
 

@@ -273,7 +273,7 @@ def test_locks_that_do_not_hold(host: SimpleNamespace, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"format_version": 99}, "reads up to 0: upgrade"), ({"keep": "some"}, "keep"), ({"format": "x"}, "does not say")],
+    [({"format_version": 99}, "reads up to 1: upgrade"), ({"keep": "some"}, "keep"), ({"format": "x"}, "does not say")],
 )
 def test_a_format_that_is_not_ours(host: SimpleNamespace, change: dict[str, Any], said: str) -> None:
     rr.create_dataset(host.data, SPEC)

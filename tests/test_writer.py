@@ -293,7 +293,7 @@ def test_what_is_no_dataset_fails_at_the_start(tmp_path: Path, there: str) -> No
         root.mkdir()
     if there == "a newer format":
         text = rr.create_dataset(root, SPEC).format.to_json().decode()
-        (root / "_rr/format.json").write_text(text.replace('"format_version": 0', '"format_version": 99'))
+        (root / "_rr/format.json").write_text(text.replace('"format_version": 1', '"format_version": 99'))
         assert "99" in (root / "_rr/format.json").read_text()
     error = rr.NewerFormatError if there == "a newer format" else rr.DatasetNotFoundError
     with pytest.raises(error, match=str(root)):
