@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from memory_store import RemoteMemory
 from stored import Stored
@@ -227,7 +227,6 @@ def test_a_damaged_shard_is_told_and_only_if_it_is_not_deleted(remote: Remote) -
 ACTIONS = st.sampled_from(["put", "part", "delete", "unlink", "compact", "ids", "fold"])
 
 
-@settings(max_examples=25)
 @given(st.lists(st.tuples(ACTIONS, st.sampled_from(["a:1", "a:2", "b:1"])), min_size=1, max_size=8))
 def test_a_reader_that_stays_answers_as_a_new_one_on_a_disk(steps: list[tuple[str, str]]) -> None:
     with tempfile.TemporaryDirectory() as folder:

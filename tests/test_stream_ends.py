@@ -42,7 +42,7 @@ def put_all(stored: Stored, *ids: str) -> list[str]:
 # records
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=2 * settings().max_examples)
 @given(data=st.data())
 def test_records_of_each_epoch_over_workers_marks_and_restarts(data: st.DataObject, many: Stored) -> None:
     """A worker is a copy of the stream, as fork makes it: one for each epoch or one that stays; main hears of it by marks only."""
@@ -216,7 +216,7 @@ def test_a_list_whose_groups_do_not_fit_is_refused(stored: Stored) -> None:
         stream(stored, **GROUPS, records=4)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=settings().max_examples // 2)
 @given(data=st.data())
 def test_groups_are_whole_whatever_happens_to_their_ids(data: st.DataObject, tmp_path_factory: Any) -> None:
     stored = Stored(tmp_path_factory.mktemp("d"), grace_s=600)

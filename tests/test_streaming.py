@@ -243,7 +243,7 @@ def test_a_state_goes_on_between_any_two_samples(stored: Stored) -> None:
         assert taken(pickle.loads(pickle.dumps(again))) == []
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=settings().max_examples // 2)
 @given(data=st.data())
 def test_no_loss_and_no_repeat_whatever_happens_between(data: st.DataObject, tmp_path_factory: Any) -> None:
     """Two ranks take some, are restarted, and records come, go and are compacted meanwhile."""
