@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex, cast
 
 from rr_dataset.errors import InvalidInputError
 
@@ -74,6 +75,16 @@ def check_seconds(name: str, value: object) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
         return min(float(value), FOREVER_S)
     raise InvalidInputError(f"{name}={value!r}: expected zero or more seconds")
+
+
+def check_whole(name: str, value: object, at_least: int) -> int:
+    """A whole number of whatever type counts as one. Raises InvalidInputError for what is none, or too small."""
+    try:
+        number = operator.index(cast("SupportsIndex", value))
+    except (TypeError, ValueError, RuntimeError):  # of a tensor with several
+        number = at_least - 1
+    _require(number >= at_least, name, value, f"a whole number, {at_least} or more")
+    return number
 
 
 def parse_compression(text: str) -> tuple[str, int | None]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from rr_dataset.buffers import overlapping, overlaps_itself
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError
 from rr_dataset.lookup import Found, FoundByKey, Lookup
+from rr_dataset.options import check_whole
 from rr_dataset.padding import RowKind, fill_rows, padded_dtype
 from rr_dataset.payload import MAX_GAP_BYTES, fill, tiles_of
 from rr_dataset.record import Range, RoutingSpec
@@ -64,8 +65,7 @@ def read_packed(
     spec = lookup.format.spec
     chosen = spec.check_layers(layers, at_least=0)
     dtype = padded_dtype(spec.dtype, spec.num_experts, padding)
-    if pad_to_multiple < 1:
-        raise InvalidInputError(f"pad_to_multiple={pad_to_multiple}: expected 1 or more")
+    check_whole("pad_to_multiple", pad_to_multiple, 1)
 
     def use(found: FoundByKey, snapshot: Snapshot) -> Packed:
         samples = []

@@ -66,6 +66,28 @@ READS: list[tuple[Callable[[Any], object], str]] = [
     (lambda ds: rr.compact(ds.uri, target_bytes="a"), "target_bytes=a: expected at least 1"),
     (lambda ds: rr.recover(5), "spool_dir=5: expected a folder"),
 ]
+TRAINS: list[tuple[Callable[[Any], object], str]] = [
+    (lambda ds: rr.SampleOptions(dtype="bogus"), "dtype='bogus': expected an integer type"),
+    (
+        lambda ds: rr.RoutingSamples(ds, [ID], rr.SampleOptions(tokens=lambda n: None, lengths={ID: "x"}))[0],  # type: ignore[dict-item]
+        "lengths= of 'a:1:0:0'='x': expected a whole number",
+    ),
+    (lambda ds: list(rr.RoutingSamples(ds, [ID]).read_ahead([[0]], 0.5)), "prefetch_bytes=0.5: expected a whole"),  # type: ignore[arg-type]
+    (lambda ds: rr.StreamOptions(records=1.5), "records=1.5: expected a whole number"),  # type: ignore[arg-type]
+    (lambda ds: rr.StreamOptions(rank="0"), "rank='0': expected a whole number"),  # type: ignore[arg-type]
+    (lambda ds: rr.StreamOptions(num_ranks=2.0), "num_ranks=2.0: expected a whole number"),  # type: ignore[arg-type]
+    (lambda ds: rr.StreamOptions(min_weight_version="7"), "min_weight_version='7': expected a whole number"),  # type: ignore[arg-type]
+    (lambda ds: rr.RankView(SPEC, tp_size=2.0), "tp_size=2.0: expected a whole number"),  # type: ignore[arg-type]
+    (lambda ds: rr.RankView(SPEC).share(5.5), "num_tokens=5.5: expected a whole number"),  # type: ignore[arg-type]
+    (lambda ds: rr.RankView(SPEC).share(5, 8.0), "length=8.0: expected a whole number"),  # type: ignore[arg-type]
+    (lambda ds: rr.pipeline_chunks("61", 1, 4), "num_layers='61': expected a whole number"),  # type: ignore[arg-type]
+    (lambda ds: rr.collate([ds.get(ID)], SPEC, num_tokens=[5.9]), "num_tokens=5.9: expected a whole number"),  # type: ignore[list-item]
+    (lambda ds: rr.collate([ds.get(ID)], SPEC, length="9"), "length='9': expected a whole number"),  # type: ignore[arg-type]
+    (lambda ds: rr.collate([ds.get(ID)], SPEC, pad_to_multiple=1.5), "pad_to_multiple=1.5: expected a whole"),  # type: ignore[arg-type]
+    (lambda ds: ds.get_packed([ID], pad_to_multiple="2"), "pad_to_multiple='2': expected a whole number"),
+    (lambda ds: rr.align(ds.get(ID), 5, trailing="1"), "trailing='1': expected a whole number"),  # type: ignore[arg-type]
+    (lambda ds: rr.trajectory(ds, [ID], ["x"]), "prompt_lengths='x': expected a whole number"),  # type: ignore[list-item]
+]
 WRITES: list[tuple[Callable[[Any], object], str]] = [
     (lambda writer: writer.put(ID, EXPERTS, layers=3), "layers=3: expected a list of layer ids"),
     (lambda writer: writer.put(ID, EXPERTS, tags="abc"), "tags='abc': expected a mapping"),
@@ -94,6 +116,12 @@ def test_reads_and_deletes(dataset: rr.RoutingDataset, call: Callable[[Any], obj
     with pytest.raises(rr.InvalidInputError, match=re.escape(says)):
         call(dataset)
     assert dataset.get(ID).status == "complete"
+
+
+@pytest.mark.parametrize(("call", "says"), TRAINS, ids=[says for _, says in TRAINS])
+def test_what_a_trainer_says(dataset: rr.RoutingDataset, call: Callable[[Any], object], says: str) -> None:
+    with pytest.raises(rr.InvalidInputError, match=re.escape(says)):
+        call(dataset)
 
 
 @pytest.mark.parametrize(("call", "says"), WRITES, ids=[says for _, says in WRITES])

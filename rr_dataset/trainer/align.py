@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rr_dataset.errors import AlignmentError, InvalidInputError
+from rr_dataset.options import check_whole
 from rr_dataset.payload import NO_TOKEN_ID
 from rr_dataset.record import RecordHead, RoutingRecord
 
@@ -67,7 +68,7 @@ def align(
         raise InvalidInputError(f"coverage={coverage!r}: expected one of {', '.join(COVERAGES)}")
     ids = _ids(tokens)
     count = _number(tokens) if ids is None else len(ids)
-    if not 0 <= trailing <= count:
+    if check_whole("trailing", trailing, 0) > count:
         raise InvalidInputError(f"trailing={trailing}: expected 0 to the {count} tokens of the sample")
     generated = count - trailing
     if ids is not None and not isinstance(record, RoutingRecord) and any(row.has_token_ids for row in record.rows):

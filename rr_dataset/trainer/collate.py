@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rr_dataset.errors import InvalidInputError, InvalidRoutingError
+from rr_dataset.options import check_whole
 from rr_dataset.padding import RowKind, fill_rows, padded_dtype
 from rr_dataset.record import RoutingRecord, RoutingSpec, shown_layers
 from rr_dataset.shard.tiling import copy_tiles
@@ -59,13 +60,12 @@ def collate(
     """
     if order not in ORDERS:
         raise InvalidInputError(f"order={order!r}: expected one of {', '.join(ORDERS)}")
-    if pad_to_multiple < 1:
-        raise InvalidInputError(f"pad_to_multiple={pad_to_multiple}: expected 1 or more")
+    check_whole("pad_to_multiple", pad_to_multiple, 1)
     dtype = padded_dtype(spec.dtype, spec.num_experts, padding)
     layers = _layers_of(records, spec)
     counts = _counts(records, num_tokens)
     longest = max(counts, default=0)
-    rows = -(-longest // pad_to_multiple) * pad_to_multiple if length is None else length
+    rows = -(-longest // pad_to_multiple) * pad_to_multiple if length is None else check_whole("length", length, 0)
     if longest > rows:
         at = int(np.argmax(counts))
         raise InvalidRoutingError(f"sample {at} ({_name(records[at])}) has {longest} tokens, more than length={length}")
@@ -167,7 +167,7 @@ def _counts(records: Sequence[RoutingRecord | None], num_tokens: Sequence[int] |
         read = 0 if record is None else record.routed_experts.shape[1]
         if num_tokens is None and record is None:
             raise InvalidInputError(f"sample {number} has no record: say num_tokens=, how many rows it needs")
-        count = read if num_tokens is None else int(num_tokens[number])
+        count = read if num_tokens is None else check_whole("num_tokens", num_tokens[number], 0)
         if count < read:
             raise InvalidRoutingError(
                 f"sample {number} ({_name(record)}) has {count} tokens, and {read} were read of its record: see `align`"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rr_dataset.errors import InvalidInputError
+from rr_dataset.options import check_whole
 from rr_dataset.record import Range, RoutingSpec
 from rr_dataset.selection import Share
 
@@ -46,8 +47,8 @@ def pipeline_chunks(
     Raises InvalidInputError for ranks out of range, or layers that do not divide evenly: then give the layers themselves.
     """
     _check_rank("pp", pp_rank, pp_size)
-    if vpp_size < 1:
-        raise InvalidInputError(f"vpp_size={vpp_size}: expected 1 or more")
+    check_whole("vpp_size", vpp_size, 1)
+    check_whole("num_layers", num_layers, 0)
     uneven = first_stage_layers is not None or last_stage_layers is not None
     if uneven and (embedding_counts or loss_counts):
         raise InvalidInputError("give either the layers of the first and last stage, or what else counts as a layer")
@@ -106,8 +107,7 @@ class RankView:
             _check_rank(name, getattr(self, f"{name}_rank"), getattr(self, f"{name}_size"))
         if self.cp_order not in CP_ORDERS:
             raise InvalidInputError(f"cp_order={self.cp_order!r}: expected one of {', '.join(CP_ORDERS)}")
-        if self.pad_multiple < 1:
-            raise InvalidInputError(f"pad_multiple={self.pad_multiple}: expected 1 or more")
+        check_whole("pad_multiple", self.pad_multiple, 1)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -188,9 +188,8 @@ class RankView:
         return shares
 
     def _rows(self, num_tokens: int, length: int | None) -> int:
-        if num_tokens < 0:
-            raise InvalidInputError(f"num_tokens={num_tokens}: expected 0 or more")
-        rows = self.padded(num_tokens) if length is None else length
+        check_whole("num_tokens", num_tokens, 0)
+        rows = self.padded(num_tokens) if length is None else check_whole("length", length, 0)
         if rows < num_tokens or rows % self.unit:
             raise InvalidInputError(
                 f"length={rows}: a sample of {num_tokens} tokens needs at least as many rows, a multiple of {self.unit}"
@@ -351,5 +350,5 @@ def _of_group(group: Any, name: str) -> tuple[int, int]:
 
 
 def _check_rank(name: str, rank: int, size: int) -> None:
-    if not 0 <= rank < size:
+    if check_whole(f"{name}_rank", rank, 0) >= check_whole(f"{name}_size", size, 1):
         raise InvalidInputError(f"{name}_rank={rank}, {name}_size={size}: expected a rank from 0 to size - 1")

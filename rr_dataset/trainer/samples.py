@@ -36,6 +36,7 @@ from rr_dataset.errors import (
     RoutingDatasetError,
 )
 from rr_dataset.lookup import listed
+from rr_dataset.options import check_whole
 from rr_dataset.payload import NO_LOGPROB, NO_TOKEN_ID
 from rr_dataset.record import LAYOUTS, RecordHead, RoutingRecord
 from rr_dataset.selection import Share, Tokens, token_ranges
@@ -105,7 +106,7 @@ class SampleOptions:
             raise InvalidInputError(f"layout={self.layout!r}: expected one of {', '.join(LAYOUTS)}")
         if self.present not in PRESENT:
             raise InvalidInputError(f"present={self.present!r}: expected one of {', '.join(PRESENT)}")
-        if self.dtype is not None and np.dtype(self.dtype).kind not in "iu":
+        if self.dtype is not None and not _is_integer_type(self.dtype):
             raise InvalidInputError(f"dtype={self.dtype!r}: expected an integer type, such as 'int32'")
 
     def share(self, head: RecordHead) -> Share:
@@ -128,10 +129,12 @@ class SampleOptions:
         if isinstance(self.lengths, str):
             return recorded + (self.lengths == "S-1")
         if callable(self.lengths):
-            return operator.index(self.lengths(request_id))
-        if self.lengths is None or request_id not in self.lengths:
+            found: object = self.lengths(request_id)
+        elif self.lengths is None or request_id not in self.lengths:
             raise InvalidInputError(f"lengths= has no number of tokens for {request_id!r}")
-        return operator.index(self.lengths[request_id])
+        else:
+            found = self.lengths[request_id]
+        return check_whole(f"lengths= of {request_id!r}", found, 0)
 
 
 class RoutingSamples:
@@ -198,8 +201,7 @@ class RoutingSamples:
 
         prefetch_bytes: arrays of at most so many bytes wait, besides one batch. Break off or exhaust it to end the thread.
         """
-        if prefetch_bytes < 0:
-            raise InvalidInputError(f"prefetch_bytes={prefetch_bytes!r}: expected 0 or more")
+        check_whole("prefetch_bytes", prefetch_bytes, 0)
         return iter(Prefetch(self.__getitems__, batches, sample_bytes, prefetch_bytes))
 
 
@@ -293,6 +295,13 @@ def _filled_up(array: npt.NDArray[Any], rows: int, filler: float, axis: int = 0)
     by_row[:read] = np.moveaxis(array, axis, 0)
     by_row[read:] = filler
     return filled
+
+
+def _is_integer_type(name: object) -> bool:
+    try:
+        return np.dtype(name).kind in "iu"  # type: ignore[call-overload]  # whatever it is
+    except TypeError:
+        return False
 
 
 def whole_batches(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rr_dataset.errors import InvalidInputError
-from rr_dataset.options import check_seconds
+from rr_dataset.options import check_seconds, check_whole
 
 _LOOKS = ("prefix", "final_only", "min_weight_version", "group_size")
 
@@ -57,14 +56,15 @@ class StreamOptions:
             raise InvalidInputError(f"on_broken={self.on_broken!r}: expected leave_out or give")
         if self.equal and self.on_dropped == "skip":
             raise InvalidInputError("on_dropped='skip' with equal: a rank that skips one gives one fewer; take 'raise'")
-        if not 0 <= operator.index(self.rank) < operator.index(self.num_ranks):
+        if check_whole("rank", self.rank, 0) >= check_whole("num_ranks", self.num_ranks, 1):
             raise InvalidInputError(
                 f"rank={self.rank!r} of num_ranks={self.num_ranks!r}: expected 0 <= rank < num_ranks"
             )
         for name in ("group_size", "records", "buffer_bytes"):
-            value = getattr(self, name)
-            if value is not None and operator.index(value) < 1:
-                raise InvalidInputError(f"{name}={value!r}: expected at least 1")
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value, 1)
+        if self.min_weight_version is not None:
+            check_whole("min_weight_version", self.min_weight_version, 0)
         if self.group_size is not None and self.together is None:
             raise InvalidInputError(
                 "group_size without together: name the component that makes a group, such as 'data_id'"

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from rr_dataset.dataset import RoutingDataset
 from rr_dataset.errors import AlignmentError, InvalidInputError, ReadConflictError
+from rr_dataset.options import check_whole
 from rr_dataset.payload import NO_LOGPROB, NO_TOKEN_ID
 from rr_dataset.record import RoutingRecord
 from rr_dataset.trainer.align import describe_difference
@@ -89,8 +90,8 @@ def _spans(whole: Sequence[RoutingRecord], prompt_lengths: Sequence[int] | None)
         end = spans[-1][1] if spans else 0
         start = end
         if prompt_lengths is not None:
-            prompt = prompt_lengths[number]
-            if not 0 <= prompt <= record.num_tokens:
+            prompt = check_whole("prompt_lengths", prompt_lengths[number], 0)
+            if prompt > record.num_tokens:
                 raise InvalidInputError(
                     f"turn {number} ({record.request_id!r}) has {record.num_tokens} rows, its prompt cannot have {prompt} tokens"
                 )
