@@ -329,3 +329,11 @@ def test_what_a_caller_knows_is_used_or_refused(contract: str) -> None:
     else:
         assert decoded.put is not None
         assert decoded.put["token_ids"][:2].tolist() == [8, 9]
+
+
+@pytest.mark.parametrize("ids", [[2, 7], [9, 1, 2, 7], []], ids=str)
+def test_prompt_ids_of_another_number_are_not_put_beside_the_wrong_rows(ids: list[int]) -> None:
+    """Such as those without the token that the engine puts before them: a trainer with the same ids would find nothing wrong."""
+    run = make_run(SPEC, 5, [1, 2, 7], [3, 4, 5, 6], np.random.default_rng(0))
+    with pytest.raises(rr.InvalidRoutingError, match=f"one for each of 3 prompt tokens; came {len(ids)}"):
+        decode("sglang", wire.sglang(run), SPEC, prompt_token_ids=ids)

@@ -291,8 +291,13 @@ def record(
 ) -> Decoded:
     """The record of [tokens, layers, top_k] from position `start`, with its fillers as `missing`.
 
-    Raises InvalidRoutingError for a shape or dtype that does not fit, or a row that is neither routing nor a filler.
+    Raises InvalidRoutingError for a shape or dtype that does not fit, a row that is neither routing nor a filler, or prompt ids
+    of another number, which would be beside the rows of other tokens.
     """
+    if tokens.prompt_ids is not None and tokens.prompt is not None and len(tokens.prompt_ids) != tokens.prompt:
+        raise refusal(
+            contract, "prompt_token_ids", f"one for each of {tokens.prompt} prompt tokens", len(tokens.prompt_ids)
+        )
     routing = moe_only(contract, array, spec, facts)
     empty = _fillers(contract, routing, frozenset(fillers), spec, start)
     if len(routing) and empty is not None and empty.all():
