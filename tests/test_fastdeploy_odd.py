@@ -14,6 +14,7 @@ import pytest
 import rr_dataset as rr
 from rr_dataset.capture import fastdeploy as fd
 from rr_dataset.capture.fastdeploy import store as store_module
+from rr_dataset.capture.fastdeploy.worker import CLEARED, UNSEEN_END
 from tests.engines import options
 from tests.fastdeploy_engine import BATCH, BLOCK, LONGEST, SPEC, Engine, Request, TreeA, TreeB, engine_id, fd_config
 
@@ -132,6 +133,27 @@ def test_rejected_drafts_of_a_preempted_request_are_never_its_rows(
     assert (head(writer, tmp_path, "a:0:0:0").missing, manager.faults.counts) == ((), {})
     record = rr.open_dataset(tmp_path / "ds").get("a:0:0:0")
     assert (record.to_numpy("TLK") == np.concatenate([first[:5], again[5:]])).all()
+    manager.close()
+
+
+def test_an_abort_that_only_a_clear_tells_ends_in_time(config: Any, writer: rr.RoutingWriter, tmp_path: Path) -> None:
+    manager = fd.RoutingReplayManager(config, np.full((BATCH, LONGEST // BLOCK), -1, np.int32), 40, writer)
+    manager.block_table[0, :1] = 5
+    waiting = CLEARED * BATCH
+    for number in range(waiting + 1):
+        manager.register_request(0, engine_id(f"a:{number}:0:0"))
+        step(manager, lengths(0), lengths(2), rows(number, 2))
+        manager.clear_request(0)
+        if number == waiting - 1:
+            manager.register_request(1, engine_id("a:0:0:0"))  # it was preempted, and is back
+    assert not manager.counts
+    manager.clear_request(1)
+    assert manager.counts == {UNSEEN_END: 1}
+    assert [head(writer, tmp_path, f"a:{number}:0:0").status for number in range(3)] == [
+        "partial",
+        "dropped",
+        "partial",
+    ]
     manager.close()
 
 

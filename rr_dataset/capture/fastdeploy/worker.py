@@ -24,6 +24,7 @@ from rr_dataset.writer import RoutingWriter
 SUSPEND = "FD_SUSPEND_ROUTING_REPLAY"  # FastDeploy's environment variable
 FOREIGN = "foreign request ids"
 UNSEEN_END = "its end was not seen"
+CLEARED = 16  # times the rows of the batch: so many preempted requests wait for their turn, an older one was aborted
 
 Positions = list[npt.NDArray[np.int64]]
 
@@ -49,6 +50,7 @@ class RoutingReplayManager:
         self.block_table = block_table
         self.counts: Counter[str] = Counter()
         self.routing_batch_to_request: dict[int, str] = {}  # the record's id, "" of a foreign request
+        self._cleared: dict[str, None] = {}  # and not registered again so far, the oldest first
         self._fed = np.zeros(self.max_num_seqs, np.int64)
         self._unsure = np.zeros(self.max_num_seqs, np.int64)  # of these, at the end: drafts that may have been rejected
         self._drafts = max_drafts(fd_config)
@@ -102,8 +104,8 @@ class RoutingReplayManager:
         if self.capture is None or before == record_id != "":
             return
         if before:
-            self.counts[UNSEEN_END] += 1
-            self.capture.abort(before, reason=UNSEEN_END)
+            self._end_unseen(self.capture, before)
+        self._cleared.pop(record_id, None)
         self._forget(batch_id)
         self.routing_batch_to_request[batch_id] = record_id
         if record_id:
@@ -114,6 +116,7 @@ class RoutingReplayManager:
     def clear_request(self, batch_id: int) -> None:
         """A request was preempted: what the model chose for it so far is stored, and it goes on when it is registered again.
 
+        An abort may be told by this alone: the oldest of CLEARED * max_num_seqs that have not come back leaves a drop row.
         With speculative decoding that is without the last step's drafts, since nothing says here which of them were accepted.
         """
         self.faults.attempt("clear_request", self._clear_request, batch_id)
@@ -125,7 +128,16 @@ class RoutingReplayManager:
             blocks = self.faults.attempt("clear_request", lambda: self._own_blocks(batch_id, self._blocks()))
             sure = int(self._fed[batch_id] - self._unsure[batch_id])
             self.capture.preempt(record_id, () if blocks is None else blocks, sure)
+            self._cleared[record_id] = None
+            if len(self._cleared) > CLEARED * self.max_num_seqs:
+                oldest = next(iter(self._cleared))
+                del self._cleared[oldest]
+                self._end_unseen(self.capture, oldest)
         self._forget(batch_id)
+
+    def _end_unseen(self, capture: RoutingCapture, record_id: str) -> None:
+        self.counts[UNSEEN_END] += 1
+        capture.abort(record_id, reason=UNSEEN_END)
 
     def _check_row(self, batch_id: int) -> None:
         if not 0 <= batch_id < self.max_num_seqs:
@@ -133,7 +145,7 @@ class RoutingReplayManager:
 
     def clear_all_request(self) -> None:
         """The engine forgets its requests and its cache; those in flight leave a drop row each."""
-        self.routing_batch_to_request = {}
+        self.routing_batch_to_request, self._cleared = {}, {}
         if self.capture is not None:
             self._watcher.forget(slice(None))
             self._fed[:] = self._unsure[:] = 0
