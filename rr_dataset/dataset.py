@@ -94,7 +94,7 @@ def create_dataset(
     max_clock_skew_s: seconds between the clocks of any two hosts that use it; None is 0 for a local path, else 1.
     tombstone_ttl_s: life of a delete mark in seconds. A spool that a crash left behind longer than that is set aside.
     grace_s: how long replaced files stay for readers that still use them; longer than any listing takes.
-    storage_options: for the client of the store.
+    storage_options: as in `open_dataset`.
 
     Raises SpecMismatchError when it exists with any other setting, InvalidInputError when it exists and not `exist_ok`, when
     `uri` is a folder that holds something else, or for a setting out of range.
@@ -129,6 +129,8 @@ def open_dataset(
 
     run: read only what the writers of this run id put; None: of all.
     wait_s: how many seconds to wait for the dataset to be created.
+    storage_options: for the client of the store; of s3:// key, secret, token, profile, anon, region, endpoint_url,
+        addressing_style and client. What is not given comes from where AWS's tools look for it. Never stored or logged.
 
     Raises DatasetNotFoundError when there is none, NewerFormatError for one of a later version of rr_dataset.
     """

@@ -30,8 +30,9 @@ def read_format(storage: Storage) -> DatasetFormat:
     try:
         return DatasetFormat.from_json(storage.read_bytes(FORMAT_PATH))
     except ObjectNotFoundError as error:
+        said = f" ({error.strerror})" if storage.is_remote else ""  # which endpoint, for one
         raise DatasetNotFoundError(
-            f"{storage.uri} is no dataset, it has no {FORMAT_PATH}: check the address, {WAYS_OUT}"
+            f"{storage.uri} is no dataset, it has no {FORMAT_PATH}{said}: check the address, {WAYS_OUT}"
         ) from error
     except FormatError as error:
         raise type(error)(f"{storage.uri}: {error}") from error

@@ -26,7 +26,23 @@ def _default_run_id() -> str:
 
 @dataclass(frozen=True)
 class WriterOptions:
-    """How a `RoutingWriter` buffers and publishes."""
+    """How a `RoutingWriter` buffers and publishes. Checked when made: InvalidInputError names what is wrong.
+
+    spool_bytes: shared memory, or disk, that may hold what is not yet durable.
+    slab_bytes: of its files, which are sealed, published and given up one at a time; at most half of spool_bytes.
+    spool_dir: where they lie; None for /dev/shm, or the temporary folder where that has no room.
+    max_age_s: after so long a slab is sealed that is not full, so that its records become visible.
+    idle_seal_s: the same while the worker has nothing to do.
+    on_full: what `put` does when the spool is full: "block" waits for block_timeout_s, once an outage, and then drops the record
+        with a drop row; "drop" does so at once; "raise" raises SpoolFullError.
+    spool_sync: also survive a crash of the host, for a spool_dir on a disk; `put` waits for that disk.
+    compression: of what is published, "none", "lz4" or "zstd"; compaction chooses its own.
+    run_id: stored with each row, at most 256 bytes of UTF-8; by default RR_RUN_ID, else a fresh uuid.
+    worker_nice: niceness of the worker process, 0 to 19.
+    drain_timeout_s: the longest that `close` waits for what is not yet durable.
+    start_timeout_s: the longest that opening waits for the worker process.
+    storage_options: of the dataset's store, as in `open_dataset`.
+    """
 
     spool_bytes: int = 512 * MIB  # a minute of 30k-token requests at 40 a minute
     slab_bytes: int = 64 * MIB  # several records a slab, eight slabs in turn
@@ -41,7 +57,7 @@ class WriterOptions:
     worker_nice: int = 5  # serving goes first
     drain_timeout_s: float = 20.0  # below the 30 s that orchestrators give before SIGKILL
     start_timeout_s: float = 30.0  # importing pyarrow from a cold network disk
-    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)  # may hold secrets
 
     def __post_init__(self) -> None:
         spool_dir: object = self.spool_dir
@@ -66,8 +82,10 @@ class WriterOptions:
         size = len(self.run_id.encode())
         expected = f"at most {RUN_ID_BYTES} bytes of UTF-8, not {size}"
         _require(size <= RUN_ID_BYTES, "run_id", f"{self.run_id[:32]}...", expected)
-        mapping = isinstance(self.storage_options, Mapping)
-        _require(mapping, "storage_options", type(self.storage_options), "a mapping")
+        if not isinstance(self.storage_options, Mapping | None):  # which may hold secrets
+            raise InvalidInputError(
+                f"storage_options=...: expected a mapping, not a {type(self.storage_options).__name__}"
+            )
 
 
 def check_seconds(name: str, value: object) -> float:

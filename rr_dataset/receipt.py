@@ -26,7 +26,10 @@ class FlushReport:
 
 @dataclass(frozen=True)
 class WriterStats:
-    """A writer at one moment. Counts are since it was opened."""
+    """A writer at one moment. Counts are since it was opened.
+
+    A store that takes requests and does not answer counts as failing once they time out; until then `oldest_age_s` tells it.
+    """
 
     accepted: int  # puts that are in the spool or durable
     durable: int
@@ -34,7 +37,7 @@ class WriterStats:
     dropped: Mapping[str, int]  # by reason
     dropped_without_row: int  # of these, how many left no row either: the control slabs were full
     set_aside: int  # records too old to publish, kept in spool_dir: `rr-dataset recover --force` does
-    recovered: int  # records of earlier writers' dead spools that this one's worker made durable
+    recovered: int  # records of earlier writers' dead spools that this one's worker made durable, in the background
     left: tuple[str, ...]  # dead spools of this dataset it could not make durable in full; worker.log says why
     spool_dir: str
     spool_bytes: int

@@ -103,7 +103,7 @@ class RoutingWriter:
     def _start_worker(self, uri: str, create: RoutingSpec | None, keep: str) -> Supervisor:
         start = {
             "uri": uri if "://" in uri else str(Path(uri).absolute()),
-            "storage_options": dict(self.options.storage_options),
+            "storage_options": dict(self.options.storage_options or {}),
             "create": None if create is None else create.to_dict(),
             "keep": keep,
             "writer": self.writer_id,

@@ -32,7 +32,7 @@ def test_the_defaults_are_those_that_are_documented() -> None:
         "worker_nice": 5,
         "drain_timeout_s": 20.0,
         "start_timeout_s": 30.0,
-        "storage_options": {},
+        "storage_options": None,
     }
 
 

@@ -23,7 +23,6 @@ REFRESH_S = 60.0  # how long credentials that expire are used before botocore is
 _KINDS: tuple[tuple[type[BaseException], Kind], ...] = (
     (botocore.exceptions.NoCredentialsError, Kind.NO_CREDENTIALS),
     (botocore.exceptions.PartialCredentialsError, Kind.NO_CREDENTIALS),
-    (botocore.exceptions.ProfileNotFound, Kind.NO_CREDENTIALS),
     (botocore.exceptions.CredentialRetrievalError, Kind.NO_CREDENTIALS),
     (botocore.exceptions.SSOError, Kind.EXPIRED),
     (botocore.exceptions.ConnectionError, Kind.UNREACHABLE),
@@ -131,6 +130,8 @@ class BotoErrors:
         if isinstance(error, botocore.exceptions.ClientError):
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             raise RequestFailed.of_answer(status, str(error.response.get("Error", {}).get("Code", ""))) from None
+        if isinstance(error, botocore.exceptions.ProfileNotFound):
+            raise RequestFailed(Kind.NO_CREDENTIALS, str(error)) from None
         if isinstance(error, botocore.exceptions.BotoCoreError):
             found = next((each for base, each in _KINDS if isinstance(error, base)), Kind.REFUSED)
             raise RequestFailed(found, type(error).__name__) from None

@@ -5,6 +5,7 @@ Seen on the wire: every PUT carries x-amz-content-sha256, signed, so S3 refuses 
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -119,7 +120,10 @@ class ObstoreClient:
         if etag:
             wanted["if_match"] = etag
         with _Errors():
-            answer = await obstore.get_async(self._store, key, options=wanted)
+            try:
+                answer = await asyncio.wait_for(obstore.get_async(self._store, key, options=wanted), ANSWER_S)
+            except asyncio.TimeoutError:
+                raise RequestFailed(Kind.TIMEOUT, f"no answer within {ANSWER_S:.0f} s") from None
             data = await answer.bytes_async()
         meta = answer.meta
         return Part(memoryview(data), answer.range[0], meta["size"], meta["e_tag"] or "")
