@@ -31,6 +31,8 @@ class StoreHandler(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow shi
     def __init__(self, storage: Storage, entries: Mapping[str, Entry]) -> None:
         """entries: of listed objects, by path; these are opened without a request."""
         self._storage, self._entries = storage, dict(entries)
+        with visit():  # from now on
+            pass
 
     def address(self, path: str) -> str:
         """What pyarrow calls the object at this path."""
@@ -54,7 +56,8 @@ class StoreHandler(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow shi
 
     def get_file_info(self, addresses: list[str]) -> list[pafs.FileInfo]:
         """Of each, in this order."""
-        return [self._info(address) for address in addresses]
+        with visit():
+            return [self._info(address) for address in addresses]
 
     def _info(self, address: str) -> pafs.FileInfo:
         path = self._path(address)

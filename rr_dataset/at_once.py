@@ -58,7 +58,14 @@ class Workers:
 
     def start(self, work: Callable[[], _R]) -> Future[_R]:
         """`work` in a thread of its own."""
-        return self._pool.submit(copy_context().run, work)
+        try:
+            return self._pool.submit(copy_context().run, work)
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: a thread may have begun that the pool does not know of, and would never end
+            self._pool.shutdown(wait=False)
+            self._pool = ThreadPoolExecutor(self._threads, "rr-read")
+            raise
 
     def each(self, work: Callable[[_T], None], items: Sequence[_T], at_once: int | None = None) -> None:
         """`work` on every item: the caller and at most `at_once - 1` threads take them in turns.

@@ -28,6 +28,7 @@ PRELUDE = """
 import os, sys, threading
 import numpy as np
 import rr_dataset as rr
+from rr_dataset.storage import open_storage
 from tests.engines import SPEC, experts, options
 from tests.test_s3_processes import IDS, same
 uri, client, *more = sys.argv[1:]
@@ -107,6 +108,28 @@ assert same(dataset.get_many(IDS))
 def test_children_that_are_forked_while_a_thread_reads(stored: Place, client: str) -> None:
     with python(FORKED, stored.uri, client) as process:
         ends(process)
+
+
+CHILD_ENDS = """
+storage = open_storage(uri, {"client": client})
+storage.list("")
+pid = os.fork()
+if not pid:
+    sys.exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+storage.list("data_id=p1")
+"""
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_forked_child_that_ends_leaves_the_connections_of_its_parent(
+    stored: Place, s3_server: S3Server, client: str
+) -> None:
+    with CountingProxy.before(s3_server.port) as proxy:
+        with python(CHILD_ENDS, stored.uri, client, environment={"AWS_ENDPOINT_URL": proxy.endpoint}) as process:
+            assert not ends(process)
+        asked = [each.target for each in proxy.requests() if "data_id%3Dp1" in each.target]
+        assert len(asked) == 1, "the answer to the first was not heard"
 
 
 SPAWNED = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from counting_proxy import CountingProxy, Fault
@@ -66,7 +67,7 @@ def test_requests_of_each_call(storage: Storage, medium: S3Medium, proxy: Counti
     storage.create("a/1", b"x" * 100_000, staging=WRITER)
     asks(PUT=1)
     storage.create("a/1", b"y", staging=WRITER)
-    asks(PUT=1)
+    asks(PUT=1, HEAD=1)
     (entry,) = storage.list("a")
     asks(GET=1)
     storage.list_dirs("")
@@ -260,6 +261,30 @@ def test_a_create_that_lost_its_answer_has_made_it(storage: Storage, medium: S3M
     assert storage.create("o", b"abc", staging=WRITER) is False
     assert fault.hits == 1
     assert medium.get("o") == b"other"
+
+
+@pytest.mark.parametrize(
+    "said", [{"status": 412, "code": "PreconditionFailed"}, {"status": 200, "code": "", "body": b"<html>Log in</html>"}]
+)
+@pytest.mark.parametrize("times", [2, 1000])
+def test_a_page_of_somebody_else_is_never_taken_for_a_create(
+    storage: Storage,
+    medium: S3Medium,
+    proxy: CountingProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    said: dict[str, Any],
+    times: int,
+) -> None:
+    """Neither for one that was made nor for a name that is taken."""
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+    used(storage, medium)
+    proxy.add(Fault("status", method="PUT|HEAD" if said["status"] == 200 else "PUT", times=times, **said))
+    if times == 2:
+        assert storage.create("o", b"abc", staging=WRITER)
+    else:
+        with pytest.raises(StorageError):
+            storage.create("o", b"abc", staging=WRITER)
+    assert (medium.get("o") == b"abc") == (times == 2)
 
 
 def test_what_was_replaced_or_deleted_is_not_read(storage: Storage, medium: S3Medium) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import ctypes
 import os
 import threading
 import time
 import weakref
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as TimedOut  # another one in Python 3.10
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -41,13 +43,16 @@ class _Process:
         self._tasks: set[asyncio.Task[Any]] = set()  # of the event loop, which alone changes it
         self._visits = 0
         self._was_visited = self._ends = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._clients: weakref.WeakSet[object] = weakref.WeakSet()
 
     def run(self, call: Coroutine[Any, Any, _T]) -> _T:
         """The result of a call in fsspec's event loop. An interrupt here ends it, and so does `interruptible`."""
         with self._lock:
             ends = self._ends
             if not ends:
-                future = asyncio.run_coroutine_threadsafe(self._as_task(call), get_loop())
+                self._loop = get_loop()
+                future = asyncio.run_coroutine_threadsafe(self._as_task(call), self._loop)
                 self._futures.add(future)
         if ends:
             call.close()
@@ -93,15 +98,33 @@ class _Process:
         for future in futures:
             future.cancel()
         if futures:
-            with suppress(TimeoutError):
+            with suppress(TimedOut):
                 asyncio.run_coroutine_threadsafe(self._ended(), get_loop()).result(END_S)
-        names = "" if self._was_visited else _OBSTORE
         seen: dict[str, list[str]] | None = None
         while time.monotonic() < until:
-            before, seen = seen, _switches(names)
+            before, seen = seen, _switches(self._was_visited)
             if seen == {} or (seen is not None and seen == before and not self._visits):
                 return
             time.sleep(STILL_S)  # others may have the interpreter
+
+    def own(self, client: object) -> None:
+        """See `own`."""
+        with self._lock:
+            self._clients.add(client)
+
+    def disown(self) -> None:
+        """In a forked child: keep clients and connections of the parent from being closed, or written to, here.
+
+        One that is destroyed in the child would be taken out of the epoll that both share, and the parent hears no answer.
+        """
+        clients = list(self._clients)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(clients))  # nothing of them is destroyed, not at the end either
+        sockets = [each.get_extra_info("socket") for each in getattr(self._loop, "_transports", {}).values()]
+        null = os.open(os.devnull, os.O_RDWR)
+        for each in (*sockets, getattr(self._loop, "_selector", None)):
+            if each is not None and each.fileno() >= 0:
+                os.dup2(null, each.fileno(), inheritable=False)
+        os.close(null)
 
     async def _ended(self) -> None:
         if self._tasks:
@@ -109,10 +132,10 @@ class _Process:
 
 
 def _leave() -> NoReturn:
-    """Nobody waits for a daemon thread: as the interpreter itself does with one, stop it without a word."""
+    """A daemon thread, for which nobody waits, ends without a word, and lets go of its locks."""
     thread = threading.current_thread()
     if thread.daemon and not _is_foreign(thread):
-        threading.Event().wait()
+        raise SystemExit
     raise RequestFailed(Kind.ENDS, "no request begins any more")
 
 
@@ -120,18 +143,15 @@ def _is_foreign(thread: threading.Thread) -> bool:
     return isinstance(thread, threading._DummyThread)  # noqa: SLF001 -- one that Python only saw
 
 
-def _switches(names: str) -> dict[str, list[str]] | None:
-    """How often the threads that Python did not start, of these names, were switched to.
+def _switches(of_all: bool) -> dict[str, list[str]] | None:
+    """How often obstore's threads were switched to, or all others but this one: Python's, too, give pyarrow's something to do.
 
     None if one is at work, or waits for a core or for the interpreter: that it asks for every few milliseconds.
     """
-    ours = {
-        threading.get_native_id(),  # after a fork, what enumerate() tells of this thread is the parent's
-        *(each.native_id for each in threading.enumerate() if not _is_foreign(each)),
-    }
+    ours, names = threading.get_native_id(), "" if of_all else _OBSTORE
     found = {}
     for thread in _THREADS.iterdir():
-        if int(thread.name) in ours:
+        if int(thread.name) == ours:
             continue
         with suppress(OSError):  # it has just ended
             lines = (thread / "status").read_text().splitlines()
@@ -144,6 +164,11 @@ def _switches(names: str) -> dict[str, list[str]] | None:
 
 
 _process = _Process()
+
+
+def own(client: object) -> None:
+    """This one, and what it holds, is of no use to forked children, and not theirs to close."""
+    _process.own(client)
 
 
 def run(call: Coroutine[Any, Any, _T]) -> _T:
@@ -170,6 +195,7 @@ def _end() -> None:
 def _forget() -> None:
     """A forked child has none of these threads."""
     global _process  # noqa: PLW0603 -- one a process
+    _process.disown()
     _process = _Process()
 
 

@@ -39,7 +39,7 @@ from rr_dataset.storage.client import (
     storage_error,
 )
 from rr_dataset.storage.connect import connect
-from rr_dataset.storage.ending import run
+from rr_dataset.storage.ending import own, run
 
 _T = TypeVar("_T")
 
@@ -205,7 +205,7 @@ class RemoteStorage:
         size = sum([view.nbytes for view in data])
         if size > LOOK_BYTES and await self._look(key) is not None:
             return False
-        unclear = False
+        unclear = False  # whether a try before may have done it
         for attempt in range(max(_CREATE_TRIES.values())):
             try:
                 made = await self._once(
@@ -220,11 +220,12 @@ class RemoteStorage:
                     raise
                 await _pause(attempt)
             else:
-                if made or not unclear:
-                    return made
-                found = await self._look(key)  # the name is taken: perhaps by what an earlier try did
-                return found is not None and found.size == size
-        raise AssertionError("the last try returns or raises")
+                if made:
+                    return True
+                if found := await self._look(key):  # else it was somebody's page, or has just been deleted
+                    return unclear and found.size == size
+                await _pause(attempt)
+        raise RequestFailed(Kind.CONFLICT, "the store says that the name is taken, and has nothing there")
 
     async def _look(self, key: str) -> Found | None:
         try:
@@ -280,6 +281,7 @@ class RemoteStorage:
         connection = self._connection
         if connection is None or connection[0] != os.getpid():
             self._connection = connection = (os.getpid(), self._connect(), asyncio.Semaphore(REQUESTS_AT_ONCE))
+            own(connection[1])
         return connection[1:]
 
     def _run(self, path: str, call: Coroutine[Any, Any, _T]) -> _T:

@@ -115,6 +115,7 @@ class S3fsClient:
         """One HEAD."""
         with _Errors():
             answer = await (await self._s3()).head_object(Bucket=self._bucket, Key=key)
+        _require(answer, "ETag", "LastModified", "ContentLength")
         return Found(key, answer["ContentLength"], answer["LastModified"].timestamp(), answer.get("ETag", ""))
 
     async def list(self, prefix: str) -> Listing:
