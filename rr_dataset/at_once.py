@@ -43,10 +43,23 @@ def threads(number: int, name: str) -> Iterator[Callable[[Callable[[], Any]], Fu
     with ThreadPoolExecutor(number, name) as pool:
         try:
             with interruptible():
-                yield lambda work: pool.submit(copy_context().run, work)
+                yield partial(_started, pool)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _started(pool: ThreadPoolExecutor, work: Callable[[], _R]) -> Future[_R]:
+    """`work` in a thread of the pool, or in this one where the interpreter ends, which starts no threads any more."""
+    try:
+        return pool.submit(copy_context().run, work)
+    except RuntimeError:
+        done: Future[_R] = Future()
+        try:
+            done.set_result(work())
+        except Exception as error:  # noqa: BLE001 -- raised by result()
+            done.set_exception(error)
+        return done
 
 
 class Workers:
@@ -59,7 +72,7 @@ class Workers:
     def start(self, work: Callable[[], _R]) -> Future[_R]:
         """`work` in a thread of its own."""
         try:
-            return self._pool.submit(copy_context().run, work)
+            return _started(self._pool, work)
         except Exception:
             raise
         except BaseException:  # Ctrl-C: a thread may have begun that the pool does not know of, and would never end

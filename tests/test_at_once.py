@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -117,3 +119,25 @@ def test_a_failure_gives_its_bytes_back() -> None:
     for _ in range(3):
         with pytest.raises(KeyError), budget.hold(10):
             raise KeyError
+
+
+AT_THE_END = """
+import atexit
+from rr_dataset.at_once import Workers, threads
+workers, done = Workers(3), []
+workers.each(done.append, range(5))
+
+def read():
+    workers.each(done.append, range(5))
+    with threads(2, "some") as start:
+        failed = [start(lambda: done.append(5)), start(lambda: 1 // 0)][1]
+    print(sorted(done), failed.exception())
+
+atexit.register(read)
+"""
+
+
+def test_what_reads_at_the_end_of_the_interpreter_does_it_alone() -> None:
+    """It starts no threads any more."""
+    run = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, check=True)
+    assert (run.stdout, run.stderr) == (f"{sorted([*range(5), *range(6)])} integer division or modulo by zero\n", "")
