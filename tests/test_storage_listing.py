@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import datetime, timezone
-from types import SimpleNamespace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from counting_proxy import CountingProxy, Fault
-from fsspec.asyn import get_loop
 from s3_medium import S3Medium
-from weed import REGION, Place, S3Server
+from weed import Place, S3Server
 
 from rr_dataset.errors import ObjectNotFoundError, StorageError
-from rr_dataset.storage import Storage, listing, open_storage, remote
-from rr_dataset.storage.aws import Account
+from rr_dataset.storage import Storage, open_storage, remote
 
 WRITER = "00112233aabbccdd"
 CLIENTS = ("obstore", "s3fs")
@@ -45,10 +43,10 @@ def page(inside: str, rest: str = "<IsTruncated>false</IsTruncated>", space: str
     return f'<?xml version="1.0" encoding="UTF-8"?><ListBucketResult {space}>{rest}{inside}</ListBucketResult>'.encode()
 
 
-def contents(key: str, changed: str = "2026-01-02T03:04:05.678Z") -> str:
+def contents(key: str, changed: str = "2026-01-02T03:04:05.678Z", size: int = 7) -> str:
     return (
         f"<Contents><Key>{key}</Key><LastModified>{changed}</LastModified><ETag>&quot;e&quot;</ETag>"
-        "<Size>7</Size></Contents>"
+        f"<Size>{size}</Size></Contents>"
     )
 
 
@@ -104,6 +102,12 @@ def test_what_a_listing_tells_is_what_the_object_tells(storage: Storage, medium:
         page("<CommonPrefixes><Prefix>elsewhere/</Prefix></CommonPrefixes>"),
         page("<Contents><Key>PREFIX/1.arrow</Key></Contents>"),
         page(contents("PREFIX/1.arrow", changed="yesterday")),
+        page(contents("PREFIX/1.arrow", size=-7)),
+        page(contents("PREFIX/below/1.arrow")),
+        page(contents("PREFIX/below/")),
+        page("<CommonPrefixes><Prefix>PREFIX/below</Prefix></CommonPrefixes>"),
+        page("<CommonPrefixes><Prefix>PREFIX/below/more/</Prefix></CommonPrefixes>"),
+        page("<CommonPrefixes><Prefix>PREFIX/</Prefix></CommonPrefixes>"),
     ],
 )
 def test_what_is_no_whole_listing_is_refused(
@@ -119,6 +123,59 @@ def test_what_is_no_whole_listing_is_refused(
     assert fault.hits == 2 * remote.TRIES
     fault.times = fault.hits + 1
     assert storage.list("data_id=p") == []
+
+
+def test_objects_that_mark_directories_are_no_names(storage: Storage, medium: S3Medium) -> None:
+    for path in ("d/", "d/o", "d/e/", "d/e/o"):
+        medium.put(path)
+    assert [entry.name for entry in storage.list("d")] == ["o"]
+    assert storage.list_dirs("d") == ["e"]
+
+
+def test_a_page_that_comes_again_and_again_is_refused(storage: Storage, medium: S3Medium, proxy: CountingProxy) -> None:
+    more = "<IsTruncated>true</IsTruncated><NextContinuationToken>x</NextContinuationToken>"
+    answer = page(contents(medium.key("1.arrow")), rest=more)
+    fault = proxy.add(Fault("status", method="GET", times=100, status=200, body=answer))
+    with pytest.raises(StorageError, match="does not list.*the same page again"):
+        storage.list("")
+    assert fault.hits == 2 * remote.TRIES
+
+
+class _Endless(BaseHTTPRequestHandler):
+    """Answers with more than anybody asked for, as long as it is read."""
+
+    sent: list[int]  # MiB of each answer
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.sent.append(0)
+        with suppress(OSError):
+            for _ in range(200):
+                self.wfile.write(b" " * (1 << 20))
+                self.sent[-1] += 1
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 -- the standard library's name
+        """Nothing on stderr."""
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_an_answer_without_end_is_not_read(monkeypatch: pytest.MonkeyPatch, client: str) -> None:
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(_Endless, "sent", [], raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Endless) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        storage = open_storage("s3://b/x", {"key": "k", "secret": "s", "endpoint_url": endpoint, "client": client})
+        try:
+            with pytest.raises(StorageError, match="does not list.*more than 16 MiB"):
+                storage.list("")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert len(_Endless.sent) == remote.TRIES
+    assert max(_Endless.sent) < 100
 
 
 @pytest.mark.parametrize(
@@ -156,33 +213,3 @@ def test_who_asks_is_signed_or_nobody(s3: Place, proxy: CountingProxy) -> None:
     assert signed["x-amz-security-token"] == "of a session"
     assert "x-amz-security-token" in signed["authorization"]
     assert "authorization" not in unsigned
-
-
-def test_keys_that_change_are_asked_for_again(s3: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def now() -> SimpleNamespace:
-        asked.append(threading.current_thread())
-        return SimpleNamespace(access_key=s3.options["key"], secret_key=s3.options["secret"], token=None)
-
-    keys = SimpleNamespace(get_frozen_credentials=now)
-    at = Account(REGION, s3.options["endpoint_url"], path_style=True, credentials=keys, verify=True)
-    lister = listing.Lister(s3.bucket, at)
-
-    def listed() -> object:
-        return asyncio.run_coroutine_threadsafe(lister.list(f"{s3.prefix}/"), get_loop()).result(60)
-
-    for _ in range(2):
-        assert listed() == ([], [])
-    assert len(asked) == 1
-    monkeypatch.setattr(listing, "REFRESH_S", 0)
-    lister = listing.Lister(s3.bucket, at)
-    for _ in range(2):
-        assert listed() == ([], [])
-    assert len(asked) == 3
-    loops = asyncio.run_coroutine_threadsafe(_this_thread(), get_loop()).result(60)
-    assert loops not in asked  # which others wait for
-
-
-async def _this_thread() -> threading.Thread:
-    return threading.current_thread()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import botocore
@@ -59,6 +61,55 @@ def test_each_try_is_one_request(
         with pytest.raises(StorageError):
             call()
         assert len(proxy.requests()) == remote.TRIES
+
+
+class _Elsewhere(BaseHTTPRequestHandler):
+    """Sends everybody to another host, and notes who comes there."""
+
+    status: int
+    asked: list[str]  # the paths of all requests
+
+    def answer(self) -> None:
+        self.asked.append(self.path)
+        self.send_response(self.status)
+        self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/elsewhere")  # type: ignore[misc,str-bytes-safe]
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_PUT = do_HEAD = answer  # noqa: N815 -- names of the standard library
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 -- the standard library's name
+        """Nothing on stderr."""
+
+
+@pytest.mark.parametrize(("status", "says"), [(301, "another region"), (307, "another region"), (302, "302")])
+@pytest.mark.parametrize(
+    ("client", "call"),
+    [
+        ("obstore", lambda storage: storage.list("d")),  # it gives its callers no way to keep it from following a GET
+        ("s3fs", lambda storage: storage.list("d")),
+        ("s3fs", lambda storage: storage.read_bytes("o")),
+        ("s3fs", lambda storage: storage.create("o", b"x", staging=WRITER)),
+    ],
+)
+def test_nobody_goes_where_another_host_is_named(
+    monkeypatch: pytest.MonkeyPatch, status: int, says: str, client: str, call: Callable[[Storage], object]
+) -> None:
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(_Elsewhere, "status", status, raising=False)
+    monkeypatch.setattr(_Elsewhere, "asked", [], raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Elsewhere) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        options = {"endpoint_url": f"http://127.0.0.1:{server.server_address[1]}", "client": client}
+        try:
+            with pytest.raises(StorageError, match=says):
+                call(open_storage("s3://b/x", {"key": "k", "secret": "s", "token": "TOKEN", **options}))
+        finally:
+            server.shutdown()
+            thread.join()
+    assert _Elsewhere.asked
+    assert "/elsewhere" not in _Elsewhere.asked
 
 
 def test_certificates_of_the_host_are_trusted_unless_a_file_names_others(

@@ -97,6 +97,7 @@ _CODES = {
 }
 _STATUSES = {
     301: Kind.WRONG_REGION,
+    307: Kind.WRONG_REGION,
     401: Kind.DENIED,
     403: Kind.DENIED,
     404: Kind.MISSING,

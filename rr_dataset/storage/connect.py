@@ -32,6 +32,8 @@ class S3Options:
     endpoint_url: instead of AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and the profile's.
     addressing_style: "path" (endpoint/bucket; usual with an own endpoint) or "virtual" (bucket.endpoint).
     client: "obstore" or "s3fs"; None for obstore where it is installed.
+
+    Certificates of AWS_CA_BUNDLE, or ca_bundle of the profile, are trusted by all; s3fs and listings trust no others then.
     """
 
     key: str | None = None

@@ -8,22 +8,22 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import time
 import weakref
 from contextlib import suppress
 from datetime import datetime
-from typing import Any
 from urllib.parse import quote, unquote_plus
 from xml.etree import ElementTree as ET
 
+import aiohttp
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.utils import get_environ_proxies
 
-from rr_dataset.storage.aws import REFRESH_S, Account, BotoErrors
+from rr_dataset.storage.aws import Account, BotoErrors
 from rr_dataset.storage.client import ANSWER_S, REQUESTS_AT_ONCE, Found, Kind, Listing, RequestFailed
 from rr_dataset.storage.once import OnceSession
 
+MAX_BYTES = 16 << 20  # of an answer: a thousand names of 1,024 bytes, each written as three, are 4 MB
 CLOSE_S = 1.0  # for the connections of a lister that nobody needs any more
 _CODE = re.compile(rb"<Code>(\w{1,64})</Code>")
 _FRACTION = re.compile(r"\.\d+")  # of a second; Python 3.10 takes three digits or six
@@ -36,8 +36,6 @@ class Lister:
         self._at = at
         self._url = at.bucket_url(bucket) + ("" if at.path_style else "/")
         self._session: OnceSession | None = None
-        self._keys: Any = None  # botocore's, as they are now
-        self._keys_until_s = 0.0  # of the monotonic clock
 
     async def list(self, prefix: str) -> Listing:
         """See `Client.list`. A request per thousand names."""
@@ -50,12 +48,14 @@ class Lister:
                 raise _refused(status, body)
             try:
                 page = _Page(body, prefix)
-            except (ET.ParseError, ValueError, KeyError):
+            except (ET.ParseError, ValueError, KeyError, OverflowError):
                 raise _refused(status, body) from None
             found += page.found
             prefixes += page.prefixes
             if not page.after:
                 return found, prefixes
+            if page.after == after:
+                raise RequestFailed(Kind.NO_LISTING, "the same page again")
             after = page.after
 
     async def _answer(self, prefix: str, after: str) -> tuple[int, bytes]:
@@ -63,18 +63,12 @@ class Lister:
         query = f"delimiter=%2F&encoding-type=url&list-type=2&prefix={_quoted(prefix)}"  # in the order that is signed
         if after:
             query = f"continuation-token={_quoted(after)}&{query}"
-        request = AWSRequest("GET", f"{self._url}?{query}")
+        request = AWSRequest("GET", f"{self._url}?{query}", stream_output=True)
         with BotoErrors():
-            if self._at.credentials is not None:
-                S3SigV4Auth(await self._current_keys(), "s3", self._at.region).add_auth(request)
+            if self._at.keys is not None:
+                S3SigV4Auth(await self._at.keys.now(), "s3", self._at.region).add_auth(request)
             answer = await (await self._opened()).send(request.prepare())
-            return answer.status_code, await answer.content
-
-    async def _current_keys(self) -> Any:
-        if time.monotonic() >= self._keys_until_s:  # in a thread: it may ask another host
-            self._keys = await asyncio.to_thread(self._at.credentials.get_frozen_credentials)
-            self._keys_until_s = time.monotonic() + REFRESH_S
-        return self._keys
+        return answer.status_code, await _body(answer.raw)
 
     async def _opened(self) -> OnceSession:
         if self._session is None:
@@ -87,6 +81,22 @@ class Lister:
             weakref.finalize(self, _close, self._session, asyncio.get_running_loop(), os.getpid())
             await self._session.__aenter__()
         return self._session
+
+
+async def _body(answer: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    try:
+        async for some in answer.content.iter_any():
+            body += some
+            if len(body) > MAX_BYTES:
+                raise RequestFailed(Kind.NO_LISTING, f"more than {MAX_BYTES >> 20} MiB of a page")
+    except asyncio.TimeoutError:
+        raise RequestFailed(Kind.TIMEOUT, f"nothing for {ANSWER_S:.0f} s") from None
+    except aiohttp.ClientError as error:
+        raise RequestFailed(Kind.SERVER, type(error).__name__) from None
+    finally:
+        answer.close()  # after a whole answer the connection is back in its pool already
+    return bytes(body)
 
 
 class _Page:
@@ -102,7 +112,7 @@ class _Page:
         self._names = [f"{self._space}{each}" for each in ("Key", "Size", "LastModified", "ETag")]
         self.found = [self._found(each) for each in root.iterfind(f"{self._space}Contents")]
         below = [self._unquoted(self._text(each, "Prefix")) for each in root.iterfind(f"{self._space}CommonPrefixes")]
-        if not all(key.startswith(prefix) for key in (*[each.key for each in self.found], *below)):
+        if not all(_is_below(prefix, key) for key in (*[f"{each.key}/" for each in self.found], *below)):
             raise ValueError(prefix)
         self.prefixes = [each.removesuffix("/") for each in below]
         is_last = {"true": False, "false": True}[self._text(root, "IsTruncated")]
@@ -110,7 +120,7 @@ class _Page:
 
     def _found(self, element: ET.Element) -> Found:
         key, size, changed, etag = map(element.findtext, self._names)
-        if not (key and size and changed):
+        if not (key and size and changed) or int(size) < 0:
             raise ValueError(key)
         time_s = datetime.fromisoformat(_FRACTION.sub("", changed).replace("Z", "+00:00")).timestamp()
         return Found(self._unquoted(key), int(size), time_s, etag or "")
@@ -122,11 +132,16 @@ class _Page:
         return text
 
 
+def _is_below(prefix: str, name: str) -> bool:
+    """Whether it is directly there; it ends with a slash."""
+    return name.startswith(prefix) and name.find("/", len(prefix)) == len(name) - 1
+
+
 def _refused(status: int, body: bytes) -> RequestFailed:
     """Never one that says an object is missing: nobody asked for one."""
     code = _CODE.search(body)
     failed = RequestFailed.of_answer(status, code[1].decode() if code else "")
-    if failed.kind is Kind.MISSING or (status == 200 and failed.kind is Kind.REFUSED):
+    if failed.kind is Kind.MISSING or (status < 400 and failed.kind is Kind.REFUSED):
         return RequestFailed(Kind.NO_LISTING, failed.text)
     return failed
 
