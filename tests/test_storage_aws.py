@@ -206,6 +206,29 @@ def test_keys_that_change_sign_the_next_request(
 
 
 @pytest.mark.parametrize("client", CLIENTS)
+def test_no_thread_but_one_of_its_own_asks_for_them(
+    s3: Place, client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of obstore would end the process with an abort, and for one of a pool its end would wait."""
+    monkeypatch.setattr(aws, "SHORT_S", 0)
+    changing = botocore.credentials.RefreshableCredentials
+    asked: list[threading.Thread] = []
+
+    def frozen(self: Any, original: Callable[[Any], Any] = changing.get_frozen_credentials) -> Any:
+        asked.append(threading.current_thread())
+        return original(self)
+
+    (tmp_path / "answer").write_text(_answer(s3))
+    storage = open_storage(s3.uri, {**_profile(s3, tmp_path, f"cat {tmp_path}/answer"), "client": client})
+    monkeypatch.setattr(changing, "get_frozen_credentials", frozen)
+    assert storage.create("o", b"abc", staging=WRITER)
+    assert storage.read_bytes("o") == b"abc"
+    assert storage.list("")
+    assert asked
+    assert all(each.name == "rr-credentials" and each.daemon for each in asked)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("program", ["/no/such/program", "echo HIDDEN"])
 def test_a_program_that_gives_no_credentials(s3: Place, client: str, program: str, tmp_path: Path) -> None:
     storage = open_storage(s3.uri, {**_profile(s3, tmp_path, program), "client": client})
@@ -296,8 +319,7 @@ def test_a_file_of_certificates_that_is_not_there(tmp_path: Path, monkeypatch: p
 
 
 ENDS = """
-import json, sys, threading, time
-from pathlib import Path
+import json, os, sys, threading, time
 from rr_dataset.storage import open_storage
 uri, options, way, begun = json.loads(sys.argv[1])
 storage = open_storage(uri, options)
@@ -307,7 +329,7 @@ def calls():
         call()
 for _ in range(4):
     threading.Thread(target=calls, daemon=True).start()
-while not Path(begun).exists():
+while not os.path.exists(begun):
     time.sleep(0.01)
 print("ends")
 """
@@ -316,14 +338,12 @@ PROGRAM = """
 touch {here}/asked
 cat {here}/answer
 """
+SLOW, HANGS = "sleep 0.2", "exec sleep 600"  # about as long as the interpreter takes to end, and for good
 
 
 @pytest.mark.parametrize("way", ["read", "list"])
 @pytest.mark.parametrize("client", CLIENTS)
-@pytest.mark.parametrize(
-    ("wait", "starts"),
-    [("sleep 0.6", 3), ("exec sleep 600", 1), pytest.param("sleep 0.6", 20, marks=pytest.mark.nightly)],
-)
+@pytest.mark.parametrize(("wait", "starts"), [(SLOW, 3), (HANGS, 1), pytest.param(SLOW, 20, marks=pytest.mark.nightly)])
 def test_processes_end_meanwhile(s3: Place, tmp_path: Path, client: str, way: str, wait: str, starts: int) -> None:
     open_storage(s3.uri, s3.options).create("o", b"abc", staging=WRITER)
     for start in range(starts):
