@@ -1,6 +1,6 @@
-"""What the README says is so: its programs run, its commands work, its list of commands is that of the program.
+"""What the README says is so: its programs run, its commands work; the list of commands is that of the program.
 
-python tests/test_docs.py     writes the list of commands into README.md
+python tests/test_docs.py     writes cli/COMMANDS.md
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if __name__ == "__main__":
 from cli.main import app, main  # noqa: E402  # found by pytest's pythonpath, or by the line above
 
 README = ROOT / "README.md"
-START, END = "<!-- commands: kept in step by tests/test_docs.py -->\n", "<!-- /commands -->"
+COMMANDS = ROOT / "cli" / "COMMANDS.md"
 # What writes into a home directory; what has tests of its own and depends on the host, or on a demo.
 NOT_RUN = ("--install-completion", "demo-dataset", "rr-dataset demo", "rr-dataset doctor")
 
@@ -35,10 +35,8 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> list[list[str]]:
-    """The arguments of each `rr-dataset` line outside the list of commands."""
-    text = README.read_text()
-    text = text[: text.index(START)] + text[text.index(END) :]
-    lines = re.findall(r"^    rr-dataset (.*)$", text, re.MULTILINE)
+    """The arguments of each `rr-dataset` line."""
+    lines = re.findall(r"^    rr-dataset (.*)$", README.read_text(), re.MULTILINE)
     return [shlex.split(line) for line in lines]
 
 
@@ -47,7 +45,7 @@ def _argument(parameter: Any) -> str:
 
 
 def listing() -> str:
-    """Each command with its arguments and options, as README shows it."""
+    """Each command with its arguments and options: the text of COMMANDS.md."""
 
     def parameters(command: Any) -> Iterator[tuple[str, str]]:
         for p in command.params:
@@ -70,12 +68,11 @@ def listing() -> str:
         out.append(f"    {command.help.splitlines()[0]}")
         out += [f"    {names:<35} {text}" for names, text in parameters(command)]
         out.append("")
-    return "```text\n" + "\n".join(out).rstrip() + "\n```\n"
+    return "# The commands\n\n```text\n" + "\n".join(out).rstrip() + "\n```\n"
 
 
 def test_the_list_of_commands_is_that_of_the_program() -> None:
-    text = README.read_text()
-    assert text[text.index(START) + len(START) : text.index(END)] == listing(), "run: python tests/test_docs.py"
+    assert COMMANDS.read_text() == listing(), "run: python tests/test_docs.py"
 
 
 @pytest.fixture(scope="module")
@@ -160,5 +157,4 @@ def test_modules_named_in_readme_exist() -> None:
 
 
 if __name__ == "__main__":
-    text = README.read_text()
-    README.write_text(text[: text.index(START) + len(START)] + listing() + text[text.index(END) :])
+    COMMANDS.write_text(listing())
