@@ -99,7 +99,7 @@ class _Process:
             future.cancel()
         if futures:
             with suppress(TimedOut):
-                asyncio.run_coroutine_threadsafe(self._ended(), get_loop()).result(END_S)
+                asyncio.run_coroutine_threadsafe(self._ended(), get_loop()).result(until - time.monotonic())
         seen: dict[str, list[str]] | None = None
         while time.monotonic() < until:
             before, seen = seen, _switches(self._was_visited)
@@ -194,9 +194,9 @@ def _end() -> None:
 
 def _forget() -> None:
     """A forked child has none of these threads."""
-    global _process  # noqa: PLW0603 -- one a process
-    _process.disown()
-    _process = _Process()
+    global _process
+    parents, _process = _process, _Process()
+    parents.disown()
 
 
 os.register_at_fork(after_in_child=_forget)
