@@ -12,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from counting_proxy import CountingProxy
+    from s3_medium import S3Medium
     from weed import Place, S3Server
 
 # Files are written and processes started inside properties: the time of one example says nothing.
@@ -40,3 +42,17 @@ def s3_server() -> Iterator[S3Server]:
 def s3(s3_server: S3Server) -> Place:
     """An own prefix: `uri`, `options` for `storage_options`, `environment` for processes, botocore's `client`."""
     return s3_server.place()
+
+
+@pytest.fixture(params=["obstore", "s3fs"])
+def medium(s3: Place, request: pytest.FixtureRequest) -> S3Medium:
+    """A place and what sees it without the product, for each client; `storage_options` name it."""
+    made: S3Medium = importlib.import_module("s3_medium").S3Medium(s3, request.param)
+    return made
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server) -> Iterator[CountingProxy]:
+    """Before the server: counts requests, and fails those it is told to."""
+    with importlib.import_module("counting_proxy").CountingProxy.before(s3_server.port) as proxy:
+        yield proxy

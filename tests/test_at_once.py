@@ -121,6 +121,25 @@ def test_a_failure_gives_its_bytes_back() -> None:
             raise KeyError
 
 
+def test_an_interrupt_while_a_thread_begins_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that its pool does not know of would be waited for at exit, for ever."""
+    workers, begin = Workers(2), threading.Thread.start
+    begun: list[threading.Thread] = []
+
+    def interrupted(thread: threading.Thread) -> None:
+        begin(thread)
+        begun.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            workers.start(threading.get_ident)
+    begun[0].join(60)
+    assert not begun[0].is_alive()
+    assert workers.start(lambda: 3).result(60) == 3
+
+
 AT_THE_END = """
 import atexit
 from rr_dataset.at_once import Workers, threads

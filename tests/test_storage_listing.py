@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -12,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from counting_proxy import CountingProxy, Fault
 from s3_medium import S3Medium
-from weed import Place, S3Server
+from weed import Place
 
 from rr_dataset.errors import ObjectNotFoundError, StorageError
 from rr_dataset.storage import Storage, open_storage, remote
@@ -20,17 +19,6 @@ from rr_dataset.storage import Storage, open_storage, remote
 WRITER = "00112233aabbccdd"
 CLIENTS = ("obstore", "s3fs")
 SPACE = 'xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
-
-
-@pytest.fixture(params=CLIENTS)
-def medium(s3: Place, request: pytest.FixtureRequest) -> S3Medium:
-    return S3Medium(s3, request.param)
-
-
-@pytest.fixture
-def proxy(s3_server: S3Server) -> Iterator[CountingProxy]:
-    with CountingProxy.before(s3_server.port) as proxy:
-        yield proxy
 
 
 @pytest.fixture

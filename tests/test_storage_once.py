@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -11,24 +11,12 @@ import botocore
 import pytest
 from counting_proxy import CountingProxy, Fault
 from s3_medium import S3Medium
-from weed import Place, S3Server
 
 from rr_dataset.errors import StorageError
 from rr_dataset.storage import Storage, open_storage, remote
 from rr_dataset.storage.once import OnceSession
 
 WRITER = "00112233aabbccdd"
-
-
-@pytest.fixture(params=["obstore", "s3fs"])
-def medium(s3: Place, request: pytest.FixtureRequest) -> S3Medium:
-    return S3Medium(s3, request.param)
-
-
-@pytest.fixture
-def proxy(s3_server: S3Server) -> Iterator[CountingProxy]:
-    with CountingProxy.before(s3_server.port) as proxy:
-        yield proxy
 
 
 @pytest.fixture

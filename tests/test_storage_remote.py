@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from counting_proxy import CountingProxy, Fault
 from s3_medium import S3Medium
-from weed import Place, S3Server
 
 from rr_dataset.errors import CorruptShardError, InvalidInputError, ObjectNotFoundError, StorageError
 from rr_dataset.layout import STAGING_DIR
 from rr_dataset.storage import Entry, Storage, listing, obstore_client, open_storage, remote, s3fs_client
 
 WRITER = "00112233aabbccdd"
-CLIENTS = ("obstore", "s3fs")
-
-
-@pytest.fixture(params=CLIENTS)
-def medium(s3: Place, request: pytest.FixtureRequest) -> S3Medium:
-    return S3Medium(s3, request.param)
-
-
-@pytest.fixture
-def proxy(s3_server: S3Server) -> Iterator[CountingProxy]:
-    with CountingProxy.before(s3_server.port) as proxy:
-        yield proxy
 
 
 @pytest.fixture
